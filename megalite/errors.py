@@ -1,0 +1,28 @@
+"""What a user can get wrong, as exceptions: one line each, and the exit code that says whose turn it is.
+
+Raised by config, data, train and launch; `parallel` and `model` are libraries and raise `ValueError`.
+"""
+
+
+class MegaliteError(Exception):
+    """A mistake or a state of the world that one line explains; the command line prints it without a stack trace."""
+
+    exit_code = 70  # os.EX_SOFTWARE
+
+
+class ConfigError(MegaliteError):
+    """A setting that cannot work: names the setting, what was given, what would do."""
+
+    exit_code = 78  # os.EX_CONFIG
+
+
+class DataError(MegaliteError):
+    """Training data that is missing, damaged or does not fit the model: names the file."""
+
+    exit_code = 65  # os.EX_DATAERR
+
+
+class NumericError(MegaliteError):
+    """The loss or the gradient stopped being a number: names the step and the rank."""
+
+    exit_code = 79  # the first code that sysexits.h leaves free
