@@ -1,0 +1,203 @@
+"""Every setting: frozen dataclasses, one noun each, checked once. `config_file` reads them from TOML.
+
+A mistake is a ConfigError of one line: the setting, what was given, what would do. Imports nothing but the standard
+library, so that it loads in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megalite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT. Sizes are in elements; the defaults are a small Llama."""
+
+    preset: str = ""  # a named size (model/presets.py) whose settings these override
+    vocab_size: int = 4096
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 0  # fewer than heads: grouped-query attention; 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0  # 0: 4·hidden, or 8/3·hidden rounded up to 64 where gated
+    max_seq_len: int = 2048
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    bias: bool = False  # in the linears (and layernorm)
+    tied: bool = False  # the head is the embedding
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        derive = {
+            "kv_heads": self.kv_heads or self.heads,
+            "head_dim": self.head_dim or (self.hidden // self.heads if self.heads > 0 else 0),
+            "ffn": self.ffn or (-(-8 * self.hidden // 3 // 64) * 64 if self.gated else 4 * self.hidden),
+        }
+        for name, value in derive.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate beside its up-projection."""
+        return self.activation == "swiglu"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """dp × pp × sp × tp ranks. dp = 0: what the number of ranks leaves over."""
+
+    dp: int = 0
+    pp: int = 1
+    sp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True  # between the linears, tokens are split over tp (Megatron)
+    bucket_mb: float = 25.0  # of gradients that travel together over dp, in MiB
+
+    def resolved(self, ranks: int) -> MeshConfig:
+        """With dp filled in for `ranks` ranks; a ConfigError where the product is another."""
+        others = self.pp * self.sp * self.tp
+        dp = self.dp or max(1, ranks // others)
+        if dp * others != ranks:
+            raise ConfigError(
+                f"mesh: dp {self.dp or 'free'} × pp {self.pp} × sp {self.sp} × tp {self.tp} cannot be {ranks} ranks; "
+                f"start {dp * others}, or change a size so that the product is {ranks}"
+            )
+        return dataclasses.replace(self, dp=dp)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Token folders (made by `megalite data`), blended by weight."""
+
+    paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()  # empty: equal
+    validation: float = 0.01  # the last part of every source, in fractions of it
+    corpus: Literal["", "stdlib"] = ""  # made in paths[0] where nothing is yet: this Python's standard library
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how much at a time."""
+
+    steps: int = 100
+    global_batch: int = 8  # sequences a step, over all ranks
+    micro_batch: int = 0  # sequences a rank works on at once; 0: all of its share
+    seq_len: int = 256  # tokens a sequence
+    seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    validate_every: int = 0  # steps; 0: at the end only
+    validation_batches: int = 4  # global batches a validation
+    z_loss: float = 0.0
+    sample_tokens: int = 0  # generated at the end, from what was learned
+    sample_prompt: str = ""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule, clipping."""
+
+    lr: float = 3e-4
+    min_lr: float = 0.1  # of lr, at the end
+    warmup: int = 10  # steps
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay: float = 0.2  # of the steps, the last part in which wsd comes down
+    weight_decay: float = 0.1  # on matrices; vectors are never decayed
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0  # global gradient norm; 0: never
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run writes, and on what it runs."""
+
+    dir: str = "runs/default"
+    ranks: int = 1  # started on this machine where torchrun has not and mesh.dp is free
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: float = 600.0  # seconds a collective may take
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it: what a TOML file holds."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+INF = math.inf
+BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
+    "model.vocab_size": (1, 2**32), "model.hidden": (1, INF), "model.layers": (1, INF), "model.heads": (1, INF),
+    "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
+    "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
+    "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF), "mesh.bucket_mb": (0.001, INF),
+    "data.validation": (0, 0.9),
+    "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
+    "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
+    "train.z_loss": (0, INF), "train.sample_tokens": (0, INF),
+    "optimizer.lr": (0, INF), "optimizer.min_lr": (0, 1), "optimizer.warmup": (0, INF), "optimizer.decay": (0, 1),
+    "optimizer.weight_decay": (0, INF), "optimizer.beta1": (0, 0.9999999), "optimizer.beta2": (0, 0.9999999),
+    "optimizer.eps": (0, 1), "optimizer.clip": (0, INF),
+    "run.ranks": (1, 2**20), "run.timeout": (1, 10**6),
+}  # fmt: skip
+
+
+def check(config: Config) -> Config:
+    """The config itself, or a ConfigError that names the first setting that cannot work."""
+    for name, (least, most) in BOUNDS.items():
+        section, _, key = name.partition(".")
+        value = getattr(getattr(config, section), key)
+        if not least <= value <= most:
+            raise ConfigError(f"{name}: {value} given; {f'{least} to {most}' if most < INF else f'{least} or more'} would do")
+    model, mesh, data, train = config.model, config.mesh, config.data, config.train
+    if model.heads % model.kv_heads:
+        raise ConfigError(f"model.kv_heads: {model.kv_heads} given; a divisor of model.heads={model.heads} would do")
+    if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
+        raise ConfigError(f"model.hidden: {model.hidden} given; a multiple of model.heads={model.heads} would do")
+    if model.positions == "rope" and model.head_dim % 2:
+        raise ConfigError(f"model.head_dim: {model.head_dim} given; an even number would do, since rope turns pairs")
+    if train.seq_len > model.max_seq_len:
+        raise ConfigError(f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do")
+    for name in ("pp", "sp"):
+        if getattr(mesh, name) > 1:
+            raise ConfigError(f"mesh.{name}: {getattr(mesh, name)} given; only 1 would do in this version")
+    if model.heads % mesh.tp:
+        raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
+    if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
+        raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor or a multiple of model.kv_heads={model.kv_heads} would do")
+    if model.ffn % mesh.tp:
+        raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.ffn={model.ffn} would do")
+    if data.weights and len(data.weights) != len(data.paths):
+        raise ConfigError(f"data.weights: {len(data.weights)} given; one for each of the {len(data.paths)} data.paths would do")
+    if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
+        raise ConfigError(f"data.weights: {list(data.weights)} given; none negative and not all zero would do")
+    if config.optimizer.warmup > train.steps:
+        raise ConfigError(f"optimizer.warmup: {config.optimizer.warmup} given; at most train.steps={train.steps} would do")
+    return config
+
+
+def resolve(config: Config, ranks: int | None = None) -> Config:
+    """The config for `ranks` ranks (None: as many as it asks for), dp filled in and the batch known to divide."""
+    mesh = config.mesh
+    others = mesh.pp * mesh.sp * mesh.tp
+    mesh = mesh.resolved(ranks if ranks is not None else mesh.dp * others if mesh.dp else max(config.run.ranks, others))
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % mesh.dp:
+        raise ConfigError(f"train.global_batch: {batch} given; a multiple of mesh.dp={mesh.dp} would do")
+    if micro and batch // mesh.dp % micro:
+        raise ConfigError(f"train.micro_batch: {micro} given; a divisor of {batch // mesh.dp}, a rank's share of the batch, would do")
+    return dataclasses.replace(config, mesh=mesh)

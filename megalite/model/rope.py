@@ -1,0 +1,77 @@
+"""Rotary position embedding: each pair (i, i + e/2) of a head turns by position · θ^(−2i/e).
+
+Angles are computed in float64 and rounded once. Heads are laid out in halves, as Hugging Face's Llama has them.
+
+Source: Su et al., RoFormer (2021), §3.2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the tokens of a batch stand: what attention must know beyond the tokens themselves.
+
+    seq_len: tokens `[b·s, d]` are b sequences of this length   cos, sin: `[s, 1, e/2]`, None where positions are learned
+    """
+
+    seq_len: int
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+def positions(config: ModelConfig, seq_len: int, like: Tensor) -> Positions:
+    """The positions 0 … seq_len − 1, the tables in the dtype and on the device of `like`."""
+    if config.positions != "rope":
+        return Positions(seq_len)
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
+    angle = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=like.device), frequency).unsqueeze(1)
+    return Positions(seq_len, angle.cos().to(like.dtype), angle.sin().to(like.dtype))
+
+
+def rotated_qkv(qkv: Tensor, heads: int, kv_heads: int, where: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a fused `[b, s, heads + 2·kv_heads, e]`, q and k turned by their positions."""
+    if where.cos is None:
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        return q, k, v
+    return _RotatedQKV.apply(qkv, heads, kv_heads, where.cos, where.sin)
+
+
+class _RotatedQKV(Function):
+    """One pass and one new tensor for all three, where separate operations would make six; backward turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, cos: Tensor, sin: Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        turned = torch.empty_like(qkv)
+        _turn(qkv[:, :, : heads + kv_heads], cos, sin, out=turned[:, :, : heads + kv_heads])
+        q, k, v = turned.split([heads, kv_heads, kv_heads], dim=2)
+        v.copy_(qkv[:, :, heads + kv_heads :])
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        heads, kv_heads = grad_q.shape[2], grad_k.shape[2]
+        grad = grad_q.new_empty(*grad_q.shape[:2], heads + 2 * kv_heads, grad_q.shape[3])
+        _turn(grad_q, cos, -sin, out=grad[:, :, :heads])
+        _turn(grad_k, cos, -sin, out=grad[:, :, heads : heads + kv_heads])
+        grad[:, :, heads + kv_heads :].copy_(grad_v)
+        return grad, None, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    first, second = x.chunk(2, -1)
+    to_first, to_second = out.chunk(2, -1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)

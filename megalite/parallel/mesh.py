@@ -1,0 +1,124 @@
+"""Mesh and Axis: ranks laid out as dp × pp × sp × tp, tp innermost.
+
+    rank = ((dp · |pp| + pp) · |sp| + sp) · |tp| + tp
+
+        Mesh(dp=2, tp=3)            tp ─▶
+                              dp   0  1  2
+                               ▼   3  4  5
+
+Neighbours along tp are neighbours in rank, so that tensor parallelism, which talks most, stays inside a
+machine. Rank ↔ coordinates is arithmetic on integers; process groups come from PyTorch's DeviceMesh, so that
+its own tools accept them. An axis of size one has no group and its collectives are the identity: `Mesh()` needs
+no process group at all, and *dense* is simply the mesh of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("dp", "pp", "sp", "tp")
+
+
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Where `rank` stands on each axis; `sizes` maps axis names to sizes, outermost first."""
+    if not 0 <= rank < math.prod(sizes.values()):
+        raise ValueError(f"rank {rank} is not in a mesh of {_product(sizes)}")
+    where = {}
+    for name, size in reversed(sizes.items()):
+        rank, where[name] = divmod(rank, size)
+    return {name: where[name] for name in sizes}
+
+
+def rank_at(where: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The rank that stands at the coordinates `where`: the inverse of `coordinates`."""
+    rank = 0
+    for name, size in sizes.items():
+        if not 0 <= where[name] < size:
+            raise ValueError(f"coordinate {name}={where[name]} is not in a mesh of {_product(sizes)}")
+        rank = rank * size + where[name]
+    return rank
+
+
+def axis_ranks(rank: int, name: str, sizes: Mapping[str, int]) -> list[int]:
+    """The ranks that share `rank`'s group on the axis `name`, in axis order."""
+    where = coordinates(rank, sizes)
+    return [rank_at({**where, name: i}, sizes) for i in range(sizes[name])]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh, as this rank sees it.
+
+    name: "tp", "dp", ...   size: how many ranks   rank: which of them this one is
+    group: their process group; None where size is one
+    """
+
+    name: str = "none"
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"axis {self.name} has {self.size} ranks and no process group to reach them by")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a collective can run beside compute without taking its core: true for NCCL, not for gloo."""
+        return self.group is not None and dist.get_backend(self.group) == "nccl"
+
+
+class Mesh:
+    """dp × pp × sp × tp over all ranks of the process group, or the mesh of one.
+
+    dp: data parallel   pp: pipeline   sp: sequence inside attention   tp: tensor parallel
+    ulysses: how much of sp trades tokens for heads (the rest is a ring); None leaves the choice to the model
+
+    Raises ValueError where the product of the sizes is neither one nor the number of ranks.
+    """
+
+    dp: Axis
+    pp: Axis
+    sp: Axis
+    tp: Axis
+
+    def __init__(self, dp: int = 1, pp: int = 1, sp: int = 1, tp: int = 1, ulysses: int | None = None) -> None:
+        self.sizes = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
+        for name, size in self.sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"mesh.{name}: {size!r} given; a whole number of at least 1 would do")
+        if ulysses is not None and (ulysses < 1 or sp % ulysses):
+            raise ValueError(f"mesh.ulysses: {ulysses} given; a divisor of sp={sp} would do")
+        self.ulysses = ulysses
+        self.size = math.prod(self.sizes.values())
+        self.device_mesh: DeviceMesh | None = None
+        self.rank = 0
+        if self.size > 1:
+            self._join()
+        where = coordinates(self.rank, self.sizes)
+        for name, size in self.sizes.items():
+            group = self.device_mesh.get_group(name) if self.device_mesh is not None and size > 1 else None
+            setattr(self, name, Axis(name, size, where[name], group))
+
+    def _join(self) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self.size:
+            raise ValueError(
+                f"mesh {_product(self.sizes)} needs {self.size} ranks, {world} were started; "
+                f"start {self.size} or change a mesh size"
+            )
+        self.rank = dist.get_rank()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self.device_mesh = init_device_mesh(device, tuple(self.sizes.values()), mesh_dim_names=AXES)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())}, rank={self.rank})"
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,96 @@
+"""Parameters and the Shard table: cut a whole into what this rank holds, and sum gradients that are partial.
+
+A layer states its parameters' Shards in an attribute `shards: dict[str, Shard]`; `shard_table` collects them over a
+module. What no layer claims is replicated, and every rank's gradient of it is already the whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import issue_all_reduce
+from megalite.parallel.mesh import Axis
+from megalite.parallel.sharding import Shard
+
+
+def shard_table(module: nn.Module, axis: Axis) -> dict[str, Shard]:
+    """The Shard of every parameter of `module`, by name; a shared (tied) parameter stands under its first name."""
+    claimed: dict[str, Shard] = {}
+    for prefix, part in module.named_modules():
+        for name, shard in getattr(part, "shards", {}).items():
+            claimed.setdefault(f"{prefix}.{name}" if prefix else name, shard)
+    return {
+        name: claimed.get(name) or Shard(tuple(parameter.shape), axis.name, axis.size)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def cut(whole: Tensor, shard: Shard, rank: int) -> Tensor:
+    """What `rank` holds of `whole`: a new tensor of shape `shard.local_shape`, zeros where it is padding."""
+    if tuple(whole.shape) != shard.shape:
+        raise ValueError(f"a tensor of shape {list(whole.shape)} given for a Shard of {list(shard.shape)}")
+    if shard.replicated:
+        return whole.clone()
+    local = whole.new_zeros(shard.local_shape)
+    for piece in shard.pieces(rank):
+        local.narrow(shard.dim, piece.local, piece.rows).copy_(whole.narrow(shard.dim, piece.whole, piece.rows))
+    return local
+
+
+def join(parts: list[Tensor], shard: Shard) -> Tensor:
+    """The whole from every rank's part, in rank order: the inverse of `cut`."""
+    if shard.replicated:
+        return parts[0].clone()
+    whole = parts[0].new_empty(shard.shape)
+    for rank, part in enumerate(parts):
+        for piece in shard.pieces(rank):
+            whole.narrow(shard.dim, piece.whole, piece.rows).copy_(part.narrow(shard.dim, piece.local, piece.rows))
+    return whole
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, shard: Shard, rank: int, draw: Callable[[Tensor], Tensor]) -> None:
+    """Draw the whole parameter and keep this rank's part, so that all layouts start from the same weights.
+
+    `draw` fills a whole tensor in place, e.g. `nn.init.xavier_uniform_`. Nothing is drawn on the meta device.
+    """
+    if parameter.is_meta:
+        return
+    parameter.copy_(cut(draw(torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)), shard, rank))
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Iterable[tuple[str, Tensor]], table: Mapping[str, Shard], axis: Axis) -> None:
+    """Sum over `axis` the gradients of which each rank holds only a summand, all in one all_reduce.
+
+    The parts that several ranks hold of a parameter whose Shard is `partial` are laid in one flat buffer, each part in
+    a place of its own, so that the norms' weights (one part) and the replicated kv heads (a part a head) take the same way.
+    """
+    if axis.size == 1:
+        return
+    places: list[tuple[Tensor, int]] = []  # a view of a gradient, and where it goes in the buffer
+    end = 0
+    for name, parameter in parameters:
+        shard = table[name]
+        if not shard.partial or parameter.grad is None:
+            continue
+        grad = parameter.grad
+        local = 0
+        for block in shard.blocks:
+            copies = axis.size // block.parts
+            if copies > 1:
+                rows = grad.narrow(shard.dim, local, block.rows) if shard.shape else grad
+                places.append((rows, end + axis.rank // copies * rows.numel()))
+                end += block.parts * rows.numel()
+            local += block.rows
+    if not places:
+        return
+    buffer = places[0][0].new_zeros(end)
+    for rows, start in places:
+        buffer[start : start + rows.numel()].copy_(rows.flatten())
+    buffer = issue_all_reduce(buffer, axis).wait()
+    for rows, start in places:
+        rows.copy_(buffer[start : start + rows.numel()].view_as(rows))

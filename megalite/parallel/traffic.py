@@ -1,0 +1,75 @@
+"""Every collective that this rank issued: bytes counted by axis and operation, and the last few as lines.
+
+Bytes are those that a bandwidth-optimal algorithm sends from each rank (nccl-tests, PERFORMANCE.md), S being the
+bytes of the full buffer and n the ranks of the axis:
+
+    all_reduce      2 (n-1)/n · S
+    all_gather, reduce_scatter, all_to_all      (n-1)/n · S
+
+The lines tell which rank hangs in which call: ranks agree on sequence numbers per axis until one stops.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass
+
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: its number on its axis, the operation, the full buffer's shape, bytes sent, who asked."""
+
+    sequence: int
+    axis: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    caller: str
+
+    def __str__(self) -> str:
+        return f"{self.axis}#{self.sequence} {self.operation} {self.dtype}{list(self.shape)} {self.bytes} B {self.caller}"
+
+
+class Traffic:
+    """Totals since `reset`, and the last `lines` calls."""
+
+    def __init__(self, lines: int = 256) -> None:
+        self.bytes: Counter[tuple[str, str]] = Counter()  # (axis, operation) -> bytes sent
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.recent: deque[Call] = deque(maxlen=lines)
+        self._sequence: Counter[str] = Counter()
+
+    def record(self, axis: str, ranks: int, operation: str, shape: tuple[int, ...], dtype: str, full_bytes: int) -> None:
+        """Count one collective whose full buffer has `full_bytes` bytes, over `ranks` ranks."""
+        sent = PASSES[operation] * (ranks - 1) * full_bytes // ranks
+        self.bytes[axis, operation] += sent
+        self.calls[axis, operation] += 1
+        self._sequence[axis] += 1
+        self.recent.append(Call(self._sequence[axis], axis, operation, shape, dtype, sent, _caller()))
+
+    def on(self, axis: str) -> int:
+        """Bytes sent on one axis by all operations."""
+        return sum(sent for (name, _), sent in self.bytes.items() if name == axis)
+
+    def reset(self) -> None:
+        """Start counting anew; sequence numbers go on, since they must agree between ranks."""
+        self.bytes.clear()
+        self.calls.clear()
+
+
+traffic = Traffic()  # this process's own: one rank is one process
+
+
+def _caller() -> str:
+    """file:line of the nearest frame outside collectives and PyTorch; in backward, the engine has no such frame."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch", "megalite.parallel.collectives")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "backward"
