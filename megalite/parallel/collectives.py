@@ -184,6 +184,12 @@ def issue_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return Pending(torch.ops.megalite.all_reduce(x.contiguous(), axis.name, axis.size, _group(axis)))
 
 
+def issue_all_reduce_in_place(buffer: Tensor, axis: Axis) -> Pending:
+    """Start the sum of a contiguous buffer that no caller sees, such as a bucket of gradients, without a second one."""
+    _record(axis.name, axis.size, "all_reduce", buffer)
+    return Pending(_c10d.all_reduce_(buffer, "sum", _group(axis)))
+
+
 def issue_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     """Start joining every rank's `x` along `dim`; free of copies for dim 0."""
     return Pending(torch.ops.megalite.all_gather(x.contiguous(), axis.name, axis.size, _group(axis)), join=dim)

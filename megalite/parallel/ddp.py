@@ -1,0 +1,140 @@
+"""Data parallelism: every rank has its share of the batch; gradients are summed over dp in flat buckets.
+
+    backward ─▶  head  block₁₁ … block₆  │  block₅ … block₀  embedding
+                 └──── bucket 0 ───────┘    └──── bucket 1 ─────────┘
+                        all_reduce ────────────▶ beside the backward of the rest
+
+Buckets are filled in the reverse order of the parameters, which is about the order in which backward reaches them, and
+leave in that order, so that all ranks issue the same collectives. A bucket exists from the first gradient that
+enters it to the optimizer's step: afterwards `parameter.grad` is a view into it.
+
+Gradients are summed, not averaged: the loss is divided by the tokens of the global batch before (train/step.py).
+Source: Li et al., PyTorch Distributed (2020), §3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import Iterator
+
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import Pending, issue_all_reduce_in_place
+from megalite.parallel.mesh import Axis
+
+
+class GradientBuckets:
+    """Sums the gradients of `parameters` over `axis` while backward runs.
+
+    parameters: equal on all ranks of the axis, and in the same order   bucket_mb: MiB of gradients that travel together
+
+        for i, microbatch in enumerate(microbatches):
+            with buckets.accumulating(last=i == len(microbatches) - 1):
+                loss(microbatch).backward()
+        buckets.finish()
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_mb: float = 25.0) -> None:
+        self.axis = axis
+        self._buckets: list[_Bucket] = []
+        self._issued = 0
+        self._sending = False
+        if axis.size == 1:
+            return
+        for parameter in reversed([p for p in parameters if p.requires_grad]):
+            bucket = self._buckets[-1] if self._buckets else None
+            if bucket is None or not bucket.takes(parameter, int(bucket_mb * 2**20)):
+                bucket = _Bucket()
+                self._buckets.append(bucket)
+            bucket.add(parameter)
+            parameter.register_post_accumulate_grad_hook(bucket.arrived)
+            parameter.register_post_accumulate_grad_hook(self._issue_full)
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around one microbatch's backward; only in the `last` one do gradients travel."""
+        self._sending = last
+        for bucket in self._buckets:
+            bucket.filling = last
+        try:
+            yield
+        finally:
+            self._sending = False
+            for bucket in self._buckets:
+                bucket.filling = False
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the axis; a parameter that got none counts as zero."""
+        for bucket in self._buckets[self._issued :]:
+            bucket.fill_up()
+        self._sending = True
+        self._issue_full()
+        self._sending = False
+        for bucket in self._buckets:
+            bucket.settle()
+        self._issued = 0
+
+    def _issue_full(self, _: Tensor | None = None) -> None:
+        while self._sending and self._issued < len(self._buckets) and self._buckets[self._issued].full:
+            self._buckets[self._issued].issue(self.axis)
+            self._issued += 1
+
+
+class _Bucket:
+    """Parameters whose gradients share one flat buffer, each with its place in it."""
+
+    def __init__(self) -> None:
+        self.filling = False
+        self.places: dict[nn.Parameter, int] = {}
+        self.size = 0
+        self._buffer: Tensor | None = None
+        self._arrived: set[nn.Parameter] = set()
+        self._pending: Pending | None = None
+
+    def takes(self, parameter: nn.Parameter, limit: int) -> bool:
+        first = next(iter(self.places))
+        alike = first.dtype == parameter.dtype and first.device == parameter.device
+        return alike and (self.size + parameter.numel()) * parameter.element_size() <= limit
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.places[parameter] = self.size
+        self.size += parameter.numel()
+
+    @property
+    def full(self) -> bool:
+        return len(self._arrived) == len(self.places)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """Hook of a parameter whose gradient is complete: move it into the buffer."""
+        if not self.filling:
+            return
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        place = self._place(parameter)
+        place.copy_(parameter.grad)
+        parameter.grad = place
+        self._arrived.add(parameter)
+
+    def fill_up(self) -> None:
+        """Zeros for the parameters that the loss did not reach in the last microbatch, or what earlier ones left."""
+        for parameter in self.places.keys() - self._arrived:
+            place = self._place(parameter)
+            place.zero_() if parameter.grad is None else place.copy_(parameter.grad)
+            parameter.grad = place
+            self._arrived.add(parameter)
+
+    def issue(self, axis: Axis) -> None:
+        assert self._buffer is not None
+        self._pending = issue_all_reduce_in_place(self._buffer, axis)
+
+    def settle(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending, self._buffer = None, None
+        self._arrived.clear()
+
+    def _place(self, parameter: nn.Parameter) -> Tensor:
+        if self._buffer is None:
+            self._buffer = parameter.new_empty(self.size)
+        start = self.places[parameter]
+        return self._buffer[start : start + parameter.numel()].view_as(parameter)
