@@ -22,6 +22,7 @@ from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from types import ModuleType
+from typing import Any
 
 # The optimizers import torch._dynamo at their first step: as long as torch itself takes, and in every rank.
 PRELOAD = ("torch.distributed", "torch._dynamo", "cloudpickle", "megalite.parallel.world")
@@ -36,7 +37,7 @@ def warm(*modules: str) -> None:
     """
     _context.set_forkserver_preload([*PRELOAD, *modules])
     resource_tracker.ensure_running()  # here, because it would unblock SIGINT below
-    # A Ctrl-C that meets the server before it has its handlers would print a stack trace: it is born with SIGINT blocked.
+    # Born with SIGINT blocked: a Ctrl-C that met the server before it had its handlers would print a stack trace.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -66,7 +67,7 @@ def start(target: Callable[..., None], *args: object) -> tuple[ForkServerProcess
 @atexit.register
 def stop() -> None:
     """End the server at once, also while it still imports; the next `start` begins another."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()
@@ -78,10 +79,10 @@ def folder() -> str:
 
 
 def how_it_ended(process: ForkServerProcess) -> str:
-    """What became of an ended process, in words: "was killed by SIGKILL", "exited with code 3"."""
+    """What became of an ended process, in words: "died of SIGKILL", "exited with code 3"."""
     process.join()
     code = process.exitcode or 0
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _child(target: Callable[..., None], pipe: Connection, args: tuple[object, ...]) -> None:
