@@ -79,7 +79,7 @@ class DataConfig:
     """Token folders (made by `megalite data`), blended by weight."""
 
     paths: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()  # empty: equal
+    weights: tuple[float, ...] = ()  # empty: in proportion to their sizes
     validation: float = 0.01  # the last part of every source, in fractions of it
     corpus: Literal["", "stdlib"] = ""  # made in paths[0] where nothing is yet: this Python's standard library
 
@@ -123,7 +123,6 @@ class RunConfig:
 
     dir: str = "runs/default"
     ranks: int = 1  # started on this machine where torchrun has not and mesh.dp is free
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0  # seconds a collective may take
 
 

@@ -1,0 +1,199 @@
+"""The command line: `megalite train | verify | data`.
+
+Settings are checked before PyTorch is imported and before any rank starts. A user's mistake is one line and an exit
+code of sysexits.h: 64 usage, 65 data, 78 configuration, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megalite.config import Config, ModelConfig, resolve
+from megalite.config_file import load
+from megalite.errors import ConfigError, DataError, MegaliteError
+from megalite.launch.torchrun import World, join_torchrun, launched
+from megalite.model.presets import PRESETS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `megalite` and of `python -m megalite`."""
+    options = _parser().parse_args(arguments)
+    try:
+        code = options.command(options)
+    except MegaliteError as error:
+        print(f"megalite: error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    if launched() is not None and code:
+        os._exit(code)  # a rank that fails must not wait for the others while it takes its groups down
+    sys.exit(code)
+
+
+# --- train and verify: the same way onto the ranks -----------------------------------------------------------------
+
+
+def train_command(options: argparse.Namespace) -> int:
+    return _on_ranks(options, _prepare, _train_rank)
+
+
+def verify_command(options: argparse.Namespace) -> int:
+    return _on_ranks(options, lambda config: None, _verify_rank)
+
+
+def _on_ranks(
+    options: argparse.Namespace, prepare: Callable[[Config], None], rank_main: Callable[[World, Config], None]
+) -> int:
+    """Load the config, prepare on one process a machine, and call `rank_main` on every rank."""
+    world = launched()
+    try:
+        config = resolve(load(options.config, options.overrides, PRESETS), world.size if world else None)
+        if world is None:
+            from megalite.launch import local
+
+            local.warm()
+            prepare(config)
+            local.run_local(rank_main, _ranks(config), (config,), timeout=config.run.timeout)
+            return 0
+        if world.local_rank == 0:
+            prepare(config)
+    except MegaliteError as error:
+        if world is None or world.local_rank == 0:
+            raise
+        return error.exit_code  # every rank of this machine has found the same; one line is enough
+    world = join_torchrun(config.run.timeout)
+    try:
+        rank_main(world, config)
+    except MegaliteError as error:
+        if world.rank == 0 or isinstance(error, DataError):
+            raise
+        return error.exit_code
+    from megalite.parallel.world import leave
+
+    leave()
+    return 0
+
+
+def _ranks(config: Config) -> int:
+    mesh = config.mesh
+    return mesh.dp * mesh.pp * mesh.sp * mesh.tp
+
+
+def _prepare(config: Config) -> None:
+    """Make the built-in corpus where it is asked for and missing, and check all data, before any rank computes."""
+    from megalite.data.corpus import standard_library
+    from megalite.train.loop import open_data
+
+    data = config.data
+    if data.corpus:
+        if not data.paths:
+            raise ConfigError("data.paths: none given; a folder for data.corpus to be made in would do")
+        if not Path(data.paths[0]).exists():
+            _tokenize(standard_library(), Path(data.paths[0]), None, config.model.vocab_size)
+    batches = open_data(config)
+    for file in batches.files:
+        file.check_ids(config.model.vocab_size)
+
+
+def _train_rank(world: World, config: Config) -> None:
+    from megalite.parallel.world import local_device
+    from megalite.train.loop import pretrain
+
+    pretrain(config, local_device(world.local_rank, world.local_size))
+
+
+def _verify_rank(world: World, config: Config) -> None:
+    from megalite.parallel.world import local_device
+    from megalite.train.verify import shrunk, verify
+
+    twin = shrunk(config)
+    rows = verify(twin, local_device(world.local_rank, world.local_size))
+    if world.rank == 0:
+        _print_rows(rows, twin)
+    if not all(row.passed for row in rows):
+        raise Diverged(f"{next(row for row in rows if not row.passed)}: this mesh does not compute the dense model")
+
+
+class Diverged(MegaliteError):
+    """The configured mesh and the mesh of one differ by more than rounding."""
+
+    exit_code = 1
+
+
+def _print_rows(rows: Sequence, config: Config) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    mesh, model = config.mesh, config.model
+    table = Table(
+        title=f"dp {mesh.dp} × pp {mesh.pp} × sp {mesh.sp} × tp {mesh.tp} against the mesh of one, float64",
+        caption=f"twin: vocabulary {model.vocab_size}, hidden {model.hidden}, {model.layers} layers, {model.heads} heads, "
+        f"{model.kv_heads} kv heads, ffn {model.ffn}, sequence {config.train.seq_len}",
+    )
+    table.add_column("compared")
+    table.add_column("largest relative error", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("")
+    for row in rows:
+        table.add_row(row.name, f"{row.error:.1e}", f"{row.bound:.0e}", "[green]ok[/]" if row.passed else "[red]OUT[/]")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+def data_command(options: argparse.Namespace) -> int:
+    from megalite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    _tokenize(options.text, options.output, tokenizer, options.vocab_size)
+    return 0
+
+
+def _tokenize(paths: Sequence[Path], folder: Path, tokenizer, vocab_size: int) -> None:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from megalite.data.corpus import tokenize
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task(f"tokens of {folder}", total=None)
+        made = tokenize(
+            paths, folder, tokenizer, vocab_size, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    print(f"{folder}: {len(made):,} tokens of a vocabulary of {made.vocab_size}", flush=True)
+
+
+# --- the parser ---------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"megalite: error: {message}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(os.EX_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="megalite", description="Pretrain GPT-like transformers under DP × TP × PP × SP.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, about in (
+        ("train", train_command, "pretrain as a config says; starts this machine's ranks where torchrun has not"),
+        ("verify", verify_command, "the config's mesh against the mesh of one: loss, every gradient, the step"),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("config", metavar="CONFIG.toml", type=Path)
+        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top of the file's")
+        command.set_defaults(command=run)
+    about = "text files, folders or .jsonl into a folder of tokens"
+    command = commands.add_parser("data", help=about, description=about)
+    command.add_argument("text", nargs="+", type=Path, metavar="TEXT")
+    command.add_argument("-o", "--output", required=True, type=Path, metavar="DIR")
+    command.add_argument("--tokenizer", type=Path, metavar="tokenizer.json", help="default: train a byte-level BPE")
+    command.add_argument("--vocab-size", type=int, default=ModelConfig.vocab_size, help="of a trained tokenizer")
+    command.set_defaults(command=data_command)
+    return parser

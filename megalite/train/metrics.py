@@ -1,0 +1,78 @@
+"""What a run measures: metrics.jsonl, a line a step, and the share of the machine's peak that it reached.
+
+MFU = tokens/s · FLOPs per token / (ranks · peak of one), with the FLOPs of PaLM's appendix B: 6 N + 12 L·H·Q·T a token,
+forward and backward, no causal halving; N counts the weights that are multiplied (the head, tied or not, but no
+embedding or position table). The peak is the data sheet's for GPUs, and on CPUs what a matrix product reaches here and now
+with every rank computing.
+
+Source: Chowdhery et al., PaLM (2022), appendix B. Peaks: NVIDIA data sheets, dense, by dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config import ModelConfig
+
+PEAKS = {  # TFLOP/s, dense: name within the device's name -> (bfloat16, float32 by TF32 or plain)
+    "B200": (2250, 1100), "H200": (989, 494), "H100 PCIe": (756, 378), "H100": (989, 494), "A100": (312, 156),
+    "L40S": (362, 183), "L4": (121, 60), "A10": (125, 62), "V100": (125, 15.7), "T4": (65, 8.1), "4090": (165, 82.6),
+}  # fmt: skip
+
+
+class MetricsFile:
+    """Appends a JSON object a line; each line reaches the file whole and at once. An earlier run's file is kept aside."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            number = 1
+            while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(aside)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(dict(values)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def multiplied_weights(config: ModelConfig) -> int:
+    """How many weights a token is multiplied with: all matrices, the head included, lookup tables excluded."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = config.hidden * (2 * q + 2 * kv)
+    mlp = config.hidden * config.ffn * (3 if config.gated else 2)
+    return config.layers * (attention + mlp) + config.vocab_size * config.hidden
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Forward and backward FLOPs of one token of a sequence of `seq_len`."""
+    return 6 * multiplied_weights(config) + 12 * config.layers * config.heads * config.head_dim * seq_len
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
+    """FLOP/s that one rank could reach: the data sheet's for a known GPU, else measured for about `seconds`."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, (half, single) in PEAKS.items():
+            if known in name and dtype != torch.float64:
+                return 1e12 * (single if dtype == torch.float32 else half)
+    size = 4096 if device.type == "cuda" else 512
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    torch.mm(a, a)
+    best, start = 0.0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        before = time.perf_counter()
+        torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - before))
+    return best
