@@ -75,7 +75,6 @@ def run_local(function: Callable[..., object], size: int, args: Sequence[object]
         finally:
             for process, _ in ranks.values():
                 process.join()
-            forkserver.stop()
 
 
 def _wait(ranks: Ranks) -> None:
