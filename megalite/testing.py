@@ -1,6 +1,6 @@
-"""Checking parallel code on a laptop: run a function on N ranks.
+"""Checking parallel code on a laptop: run a function on N ranks, compare a parallel module with its dense twin.
 
-    from megalite.testing import run_ranks
+    from megalite.testing import assert_matches_dense, run_ranks
 
     def total():
         x = torch.ones(3)
@@ -8,6 +8,10 @@
         return x
 
     assert all((x == 4).all() for x in run_ranks(total, 4))
+
+    assert_matches_dense(
+        lambda axis: ColumnParallelLinear(8, 12, axis), torch.nn.Linear(8, 12), torch.randn(5, 8), ranks=(1, 2, 4)
+    )
 
 The ranks are processes that stay warm between calls, so that only the first call waits for PyTorch to be imported. With
 pytest, `@pytest.mark.ranks(2, 4)` runs the body of a test on two ranks and then on four.
@@ -22,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from megalite.dense_twin import Optimizer, compare_with_dense
+from megalite.parallel.compare import Row
+from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.sharding import Shard
 from megalite.rank_pool import GUILT, OUTCOMES, Failed, RankPool, Returned
 
 _pool: RankPool | None = None
@@ -72,6 +83,58 @@ def run_ranks(
     if guilty:
         raise RanksFailed(guilty, world_size)
     return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
+
+
+def assert_matches_dense(
+    parallel: nn.Module | Callable[[Axis], nn.Module],
+    dense: nn.Module,
+    *inputs: Tensor,
+    ranks: Sequence[int] = (1, 2, 4),
+    axis: Axis | None = None,
+    input_dims: Sequence[int | None] | None = None,
+    shards: Mapping[str, Shard] | None = None,
+    names: Mapping[str, str] | None = None,
+    bound: float = 1e-9,
+    optimizer: Optimizer = partial(torch.optim.AdamW, lr=0.01),
+) -> None:
+    """A parallel module computes what its dense twin does: outputs, input gradients, every parameter's gradient, one step.
+
+    parallel: makes the module for an axis, e.g. `lambda axis: MyLayer(32, axis)`; on ranks already up, a module will do
+    dense: the twin, whose weights are cut and copied into the parallel module     inputs: whole, as the twin takes them
+    ranks: how many ranks to try, one after the other; where a process group is up, its ranks and `axis` are taken instead
+    input_dims: for each input the dim along which the parallel module takes it split; None: replicated (the default)
+    shards: how parameters are cut whose layers do not say so (attribute `shards`) and whose shapes do not tell
+    names: the twin's name of a parameter, where it has another      bound: allowed relative error, in float64
+    optimizer: makes the optimizer of the one step from parameters
+
+    An output of another shape than the twin's must be split along one dim. Gradients of parameters whose Shard is
+    partial are summed, as the training step does. Raises AssertionError naming the first tensor that diverges, its
+    relative error and the allowed one; ValueError where parameters of the two cannot be matched.
+    """
+    __tracebackhide__ = True
+
+    def rows() -> list[Row]:
+        here = axis or Mesh(tp=dist.get_world_size()).tp
+        torch.set_default_dtype(torch.float64)
+        return compare_with_dense(
+            parallel if isinstance(parallel, nn.Module) else parallel(here),
+            dense,
+            inputs,
+            here,
+            input_dims=[None] * len(inputs) if input_dims is None else input_dims,
+            shards=shards or {},
+            names=names or {},
+            bound=bound,
+            optimizer=optimizer,
+        )
+
+    if dist.is_initialized():
+        tried = {dist.get_world_size(): rows()}
+    else:
+        tried = {size: run_ranks(rows, size)[0] for size in ranks}
+    for size, compared in tried.items():
+        for row in compared:
+            assert row.passed, f"{row} on {size} rank{'s' * (size > 1)}"
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
