@@ -161,7 +161,9 @@ def check(config: Config) -> Config:
         section, _, key = name.partition(".")
         value = getattr(getattr(config, section), key)
         if not least <= value <= most:
-            raise ConfigError(f"{name}: {value} given; {f'{least} to {most}' if most < INF else f'{least} or more'} would do")
+            raise ConfigError(
+                f"{name}: {value} given; {f'{least} to {most}' if most < INF else f'{least} or more'} would do"
+            )
     model, mesh, data, train = config.model, config.mesh, config.data, config.train
     if model.heads % model.kv_heads:
         raise ConfigError(f"model.kv_heads: {model.kv_heads} given; a divisor of model.heads={model.heads} would do")
@@ -170,22 +172,30 @@ def check(config: Config) -> Config:
     if model.positions == "rope" and model.head_dim % 2:
         raise ConfigError(f"model.head_dim: {model.head_dim} given; an even number would do, since rope turns pairs")
     if train.seq_len > model.max_seq_len:
-        raise ConfigError(f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do")
+        raise ConfigError(
+            f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do"
+        )
     for name in ("pp", "sp"):
         if getattr(mesh, name) > 1:
             raise ConfigError(f"mesh.{name}: {getattr(mesh, name)} given; only 1 would do in this version")
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
-        raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor or a multiple of model.kv_heads={model.kv_heads} would do")
+        raise ConfigError(
+            f"mesh.tp: {mesh.tp} given; a divisor or a multiple of model.kv_heads={model.kv_heads} would do"
+        )
     if model.ffn % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.ffn={model.ffn} would do")
     if data.weights and len(data.weights) != len(data.paths):
-        raise ConfigError(f"data.weights: {len(data.weights)} given; one for each of the {len(data.paths)} data.paths would do")
+        raise ConfigError(
+            f"data.weights: {len(data.weights)} given; one for each of the {len(data.paths)} data.paths would do"
+        )
     if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
         raise ConfigError(f"data.weights: {list(data.weights)} given; none negative and not all zero would do")
     if config.optimizer.warmup > train.steps:
-        raise ConfigError(f"optimizer.warmup: {config.optimizer.warmup} given; at most train.steps={train.steps} would do")
+        raise ConfigError(
+            f"optimizer.warmup: {config.optimizer.warmup} given; at most train.steps={train.steps} would do"
+        )
     return config
 
 
@@ -198,5 +208,7 @@ def resolve(config: Config, ranks: int | None = None) -> Config:
     if batch % mesh.dp:
         raise ConfigError(f"train.global_batch: {batch} given; a multiple of mesh.dp={mesh.dp} would do")
     if micro and batch // mesh.dp % micro:
-        raise ConfigError(f"train.micro_batch: {micro} given; a divisor of {batch // mesh.dp}, a rank's share of the batch, would do")
+        raise ConfigError(
+            f"train.micro_batch: {micro} given; a divisor of {batch // mesh.dp}, a rank's share of the batch, would do"
+        )
     return dataclasses.replace(config, mesh=mesh)

@@ -23,7 +23,9 @@ from megalite.config import Config, check
 from megalite.errors import ConfigError
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = (), presets: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+def load(
+    path: str | Path | None, overrides: Sequence[str] = (), presets: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
     """The Config of a TOML file (None: the defaults) with `section.key=value` overrides on top.
 
     Values of overrides are read as TOML, and as plain strings where they are none: `mesh.tp=2`, `run.dir=runs/a`.

@@ -1,7 +1,7 @@
 """What is computed: one GPT that covers the GPT-2 and the Llama families.
 
-    gpt        embedding, blocks, head            norm       RMSNorm and LayerNorm
-    block      the residual pattern               rope       rotary angles at global positions
-    attention  qkv, rope, a core, projection      presets    named sizes
-    mlp        gated or plain feed-forward        hf         names and layouts to and from Hugging Face
+gpt        embedding, blocks, head            norm       RMSNorm and LayerNorm
+block      the residual pattern               rope       rotary angles at global positions
+attention  qkv, rope, a core, projection      presets    named sizes
+mlp        gated or plain feed-forward        hf         names and layouts to and from Hugging Face
 """

@@ -9,7 +9,9 @@ from megalite.model.gpt import GPT
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, count: int, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Tensor:
+def generate(
+    model: GPT, tokens: Tensor, count: int, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> Tensor:
     """`tokens` `[b, s]` followed by `count` more, drawn from the `top_k` likeliest; temperature 0 takes the likeliest.
 
     Every tp rank draws the same, since the logits and the seed are the same. The last max_seq_len tokens are attended to.

@@ -45,7 +45,9 @@ class GPT(nn.Module):
     Device and dtype are PyTorch's defaults at the time. Raises ValueError where heads, kv heads or ffn do not divide.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None = None, *, seed: int = 0, sequence_parallel: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh | None = None, *, seed: int = 0, sequence_parallel: bool = True
+    ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh or Mesh()
         tp = self.mesh.tp
@@ -101,7 +103,9 @@ class GPT(nn.Module):
         """
         batch, length = tokens.shape
         if length > self.config.max_seq_len:
-            raise ValueError(f"a sequence of {length} tokens given; at most max_seq_len={self.config.max_seq_len} would do")
+            raise ValueError(
+                f"a sequence of {length} tokens given; at most max_seq_len={self.config.max_seq_len} would do"
+            )
         tokens, targets = self._padded(tokens, targets)
         x = self._hidden(tokens)
         weight = self.head.weight if self.head is not None else self.embedding.weight

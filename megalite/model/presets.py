@@ -13,7 +13,14 @@ _GPT = {
 }  # fmt: skip
 _GPT2 = {**_GPT, "vocab_size": 50257, "max_seq_len": 1024}
 _GPT3 = {**_GPT, "vocab_size": 50257, "max_seq_len": 2048}
-_LLAMA = {"positions": "rope", "norm": "rmsnorm", "norm_eps": 1e-5, "activation": "swiglu", "bias": False, "tied": False}
+_LLAMA = {
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "norm_eps": 1e-5,
+    "activation": "swiglu",
+    "bias": False,
+    "tied": False,
+}
 _LLAMA3 = {**_LLAMA, "vocab_size": 128256, "kv_heads": 8, "rope_theta": 500_000.0, "max_seq_len": 8192}
 
 

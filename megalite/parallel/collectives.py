@@ -268,7 +268,9 @@ def _record(axis: str, size: int, operation: str, full: Tensor, copies: int = 1)
     traffic.record(axis, size, operation, shape, str(full.dtype), copies * full.numel() * full.element_size())
 
 
-@_operator("all_reduce(Tensor x, str axis, int size, str group) -> Tensor", lambda x, axis, size, group: x.new_empty(x.shape))
+@_operator(
+    "all_reduce(Tensor x, str axis, int size, str group) -> Tensor", lambda x, axis, size, group: x.new_empty(x.shape)
+)
 def _all_reduce(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     _record(axis, size, "all_reduce", x)
     return _c10d.all_reduce(x, "sum", group)

@@ -1,8 +1,8 @@
 """How far a parallel computation is from the dense one: rows of (name, relative error, bound), worst over all ranks.
 
 The error of a tensor is max|actual − expected| / max|expected|. Some gradients are zero in exact arithmetic (a key's bias:
-softmax does not see it), where both sides are rounding noise; `scale`, the size of such tensors' siblings, keeps
-noise from being compared with noise.
+softmax does not see it), where both sides are rounding noise: `least` is the size below which a tensor is taken for zero,
+so that noise is not compared with noise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NOISE = 1e-6  # below this share of its siblings' size, a tensor counts as zero
+NOISE = 1e-6  # a gradient smaller than this share of the largest gradient is taken for zero
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class Comparison:
     def __init__(self) -> None:
         self._rows: list[Row] = []
 
-    def add(self, name: str, actual: Tensor | float, expected: Tensor | float, bound: float, scale: float = 0.0) -> None:
+    def add(
+        self, name: str, actual: Tensor | float, expected: Tensor | float, bound: float, least: float = 0.0
+    ) -> None:
         """Compare this rank's `actual` with what it should be; another shape, or anything not finite, is an infinite error."""
         actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach()
-        self._rows.append(Row(name, _relative_error(actual, expected, scale * NOISE), bound))
+        self._rows.append(Row(name, _relative_error(actual, expected, least), bound))
 
     def over_ranks(self) -> list[Row]:
         """The rows with the largest error of any rank: the same list on every rank."""

@@ -14,9 +14,8 @@ Source: Li et al., PyTorch Distributed (2020), §3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 from torch import Tensor, nn
 

@@ -103,7 +103,9 @@ class Shard:
 def split_evenly(size: int, axis: str, ranks: int, what: str) -> int:
     """`size` over `ranks`, or a ValueError that names `what`."""
     if size % ranks:
-        raise ValueError(f"{what}={size} does not divide over the {ranks} ranks of {axis}; a multiple of {ranks} would do")
+        raise ValueError(
+            f"{what}={size} does not divide over the {ranks} ranks of {axis}; a multiple of {ranks} would do"
+        )
     return size // ranks
 
 

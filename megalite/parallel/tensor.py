@@ -42,10 +42,21 @@ class _ParallelLinear(nn.Module):
     """What both have: a weight `[out, in]` and a bias `[out]`, cut as their Shards say, drawn whole like nn.Linear's."""
 
     def __init__(
-        self, in_features: int, out_features: int, axis: Axis, weight: Shard, bias: Shard | None, sequence_dim: int | None
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        weight: Shard,
+        bias: Shard | None,
+        sequence_dim: int | None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.axis, self.sequence_dim = in_features, out_features, axis, sequence_dim
+        self.in_features, self.out_features, self.axis, self.sequence_dim = (
+            in_features,
+            out_features,
+            axis,
+            sequence_dim,
+        )
         self.chunks = CHUNKS_IN_FLIGHT if axis.overlaps else 1
         self.shards = {"weight": weight} | ({"bias": bias} if bias else {})
         self.weight = nn.Parameter(torch.empty(weight.local_shape))
@@ -94,7 +105,9 @@ class ColumnParallelLinear(_ParallelLinear):
             split_evenly(out_features, axis.name, axis.size, "out_features")
             blocks = (Block(out_features, axis.size),)
         elif gather_output:
-            raise ValueError("gather_output: a projection fused from blocks cannot be gathered in the order of the whole")
+            raise ValueError(
+                "gather_output: a projection fused from blocks cannot be gathered in the order of the whole"
+            )
         blocks = tuple(blocks)
         shard = Shard((out_features, in_features), axis.name, axis.size, 0, blocks, partial=True)
         bias_shard = Shard((out_features,), axis.name, axis.size, 0, blocks, partial=True) if bias else None
@@ -191,7 +204,9 @@ class _RowLinear(Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor, biased: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+def _weight_gradients(
+    ctx: Any, grad: Tensor, x: Tensor, biased: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
     if not (ctx.has_bias and ctx.needs_input_grad[2]):
         return grad_weight, None

@@ -31,7 +31,9 @@ class Call:
     caller: str
 
     def __str__(self) -> str:
-        return f"{self.axis}#{self.sequence} {self.operation} {self.dtype}{list(self.shape)} {self.bytes} B {self.caller}"
+        return (
+            f"{self.axis}#{self.sequence} {self.operation} {self.dtype}{list(self.shape)} {self.bytes} B {self.caller}"
+        )
 
 
 class Traffic:
@@ -43,7 +45,9 @@ class Traffic:
         self.recent: deque[Call] = deque(maxlen=lines)
         self._sequence: Counter[str] = Counter()
 
-    def record(self, axis: str, ranks: int, operation: str, shape: tuple[int, ...], dtype: str, full_bytes: int) -> None:
+    def record(
+        self, axis: str, ranks: int, operation: str, shape: tuple[int, ...], dtype: str, full_bytes: int
+    ) -> None:
         """Count one collective whose full buffer has `full_bytes` bytes, over `ranks` ranks."""
         sent = PASSES[operation] * (ranks - 1) * full_bytes // ranks
         self.bytes[axis, operation] += sent

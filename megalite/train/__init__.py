@@ -1,7 +1,7 @@
 """When: what happens, in order, to make a model out of tokens.
 
-    loop       the run: steps, validation, metrics, summary    optimizer  AdamW and its decay groups
-    step       one step: microbatches, backward, update        lr         the learning rate as a function of the step
-    gradients  everything between backward and the update      metrics    metrics.jsonl, FLOPs, MFU
-    progress   what the console shows                          verify     this mesh against the mesh of one
+loop       the run: steps, validation, metrics, summary    optimizer  AdamW and its decay groups
+step       one step: microbatches, backward, update        lr         the learning rate as a function of the step
+gradients  everything between backward and the update      metrics    metrics.jsonl, FLOPs, MFU
+progress   what the console shows                          verify     this mesh against the mesh of one
 """

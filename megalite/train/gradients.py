@@ -1,10 +1,10 @@
 """Everything that happens between backward and the optimizer's step, in order.
 
-    1. over dp   sum: each rank saw its share of the batch                               ddp.py (begun during backward)
-    2. over tp   sum what is partial: norms, biases, positions under sequence parallelism,
-                 replicated kv heads                                                     parameters.py
-    3. norm      of the whole gradient, every weight counted once
-    4. clip
+1. over dp   sum: each rank saw its share of the batch                               ddp.py (begun during backward)
+2. over tp   sum what is partial: norms, biases, positions under sequence parallelism,
+             replicated kv heads                                                     parameters.py
+3. norm      of the whole gradient, every weight counted once
+4. clip
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megalite.parallel.parameters import sum_partial_gradients
 from megalite.parallel.sharding import Shard
 
 
-def finish_gradients(model: nn.Module, buckets: GradientBuckets, table: Mapping[str, Shard], mesh: Mesh, clip: float) -> float:
+def finish_gradients(
+    model: nn.Module, buckets: GradientBuckets, table: Mapping[str, Shard], mesh: Mesh, clip: float
+) -> float:
     """Make every rank's gradients those of the global batch, clip them, and return their norm before clipping."""
     buckets.finish()
     sum_partial_gradients(model.named_parameters(), table, mesh.tp)

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step.
 
-    cosine    warm-up ╱ then half a cosine down to min_lr · lr                Loshchilov & Hutter, SGDR (2017)
-    wsd       warm-up ╱ stable ─ then linearly down over the last `decay`     Hu et al., MiniCPM (2024), §4
-    constant  warm-up ╱ stable ─
+cosine    warm-up ╱ then half a cosine down to min_lr · lr                Loshchilov & Hutter, SGDR (2017)
+wsd       warm-up ╱ stable ─ then linearly down over the last `decay`     Hu et al., MiniCPM (2024), §4
+constant  warm-up ╱ stable ─
 """
 
 from __future__ import annotations

@@ -20,5 +20,9 @@ def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
+        [g for g in groups if g["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused,
     )

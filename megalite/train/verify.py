@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.config import Config, ModelConfig
+from megalite.config import Config
 from megalite.model.gpt import GPT
-from megalite.parallel.compare import Comparison, Row
+from megalite.parallel.compare import NOISE, Comparison, Row
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
 from megalite.train.gradients import finish_gradients
@@ -90,14 +90,16 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
     for name, shard in step.table.items():
         gradient = cut(expected.gradients[name], shard, mesh.tp.rank)
-        comparison.add(f"gradient of {name}", actual.gradients[name], gradient, GRADIENT_BOUND, largest)
+        comparison.add(f"gradient of {name}", actual.gradients[name], gradient, GRADIENT_BOUND, NOISE * largest)
     for name, shard in step.table.items():
         weight = cut(expected.weights[name], shard, mesh.tp.rank)
-        comparison.add(f"stepped {name}", actual.weights[name], weight, WEIGHT_BOUND, 1.0)
+        comparison.add(f"stepped {name}", actual.weights[name], weight, WEIGHT_BOUND, config.model.init_std)
     return comparison.over_ranks()
 
 
-def _run(config: Config, mesh: Mesh, tokens: Tensor, targets: Tensor, device: torch.device) -> tuple[Outcome, TrainStep]:
+def _run(
+    config: Config, mesh: Mesh, tokens: Tensor, targets: Tensor, device: torch.device
+) -> tuple[Outcome, TrainStep]:
     train = config.train
     with device:
         model = GPT(config.model, mesh, seed=train.seed, sequence_parallel=config.mesh.sequence_parallel)
@@ -110,7 +112,9 @@ def _run(config: Config, mesh: Mesh, tokens: Tensor, targets: Tensor, device: to
 
     step.backward(tokens, targets)
     norm = finish_gradients(model, step.buckets, step.table, mesh, clip=0)
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     step.optimizer.zero_grad()
     losses = [step(tokens, targets).loss]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
