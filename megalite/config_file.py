@@ -3,7 +3,7 @@
     [model]  preset = "llama-tiny"          megalite train config.toml mesh.tp=4 train.steps=100
     [mesh]   tp = 2
 
-Every key must be known and every value of its type; a mistake is a ConfigError of one line, with the nearest known name.
+Every key must be known and every value of its type; a mistake is a ConfigError of one line, with the nearest name.
 Presets are handed in by whoever loads, so that this needs no model.
 """
 
@@ -88,7 +88,8 @@ def _build(cls: type, settings: Any, where: str) -> Any:
         if key not in kinds:
             raise ConfigError(f"{name}: no such setting; {_nearest(key, kinds)}")
         kind = kinds[key]
-        values[key] = _build(kind, value, name) if dataclasses.is_dataclass(kind) else _typed(value, kind, name)
+        section = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        values[key] = _build(kind, value, name) if section else _typed(value, kind, name)
     return cls(**values)
 
 

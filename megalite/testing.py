@@ -36,6 +36,8 @@ from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.sharding import Shard
 from megalite.rank_pool import GUILT, OUTCOMES, Failed, RankPool, Returned
 
+STEP: Optimizer = partial(torch.optim.AdamW, lr=0.01)
+
 _pool: RankPool | None = None
 
 
@@ -95,13 +97,13 @@ def assert_matches_dense(
     shards: Mapping[str, Shard] | None = None,
     names: Mapping[str, str] | None = None,
     bound: float = 1e-9,
-    optimizer: Optimizer = partial(torch.optim.AdamW, lr=0.01),
+    optimizer: Optimizer = STEP,
 ) -> None:
-    """A parallel module computes what its dense twin does: outputs, input gradients, every parameter's gradient, one step.
+    """A parallel module computes what its dense twin does: outputs, all gradients, one optimizer step.
 
     parallel: makes the module for an axis, e.g. `lambda axis: MyLayer(32, axis)`; on ranks already up, a module will do
     dense: the twin, whose weights are cut and copied into the parallel module     inputs: whole, as the twin takes them
-    ranks: how many ranks to try, one after the other; where a process group is up, its ranks and `axis` are taken instead
+    ranks: how many ranks to try, one after the other; where a process group is up, its ranks (and `axis`) are taken
     input_dims: for each input the dim along which the parallel module takes it split; None: replicated (the default)
     shards: how parameters are cut whose layers do not say so (attribute `shards`) and whose shapes do not tell
     names: the twin's name of a parameter, where it has another      bound: allowed relative error, in float64

@@ -132,8 +132,8 @@ def _print_rows(rows: Sequence, config: Config) -> None:
     mesh, model = config.mesh, config.model
     table = Table(
         title=f"dp {mesh.dp} × pp {mesh.pp} × sp {mesh.sp} × tp {mesh.tp} against the mesh of one, float64",
-        caption=f"twin: vocabulary {model.vocab_size}, hidden {model.hidden}, {model.layers} layers, {model.heads} heads, "
-        f"{model.kv_heads} kv heads, ffn {model.ffn}, sequence {config.train.seq_len}",
+        caption=f"twin: vocabulary {model.vocab_size}, hidden {model.hidden}, {model.layers} layers, "
+        f"{model.heads} heads, {model.kv_heads} kv heads, ffn {model.ffn}, sequence {config.train.seq_len}",
     )
     table.add_column("compared")
     table.add_column("largest relative error", justify="right")

@@ -14,7 +14,7 @@ def generate(
 ) -> Tensor:
     """`tokens` `[b, s]` followed by `count` more, drawn from the `top_k` likeliest; temperature 0 takes the likeliest.
 
-    Every tp rank draws the same, since the logits and the seed are the same. The last max_seq_len tokens are attended to.
+    Every tp rank draws the same, as logits and seed are the same. The last max_seq_len tokens are attended to.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

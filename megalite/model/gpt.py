@@ -22,7 +22,7 @@ from megalite.config import ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.block import Block
 from megalite.model.mlp import MLP
-from megalite.model.norm import norm
+from megalite.model.norm import NORMS, norm
 from megalite.model.rope import positions
 from megalite.parallel.collectives import all_gather, copy, gather
 from megalite.parallel.mesh import Mesh
@@ -64,10 +64,9 @@ class GPT(nn.Module):
             self.norm = norm(config)
             self.head = None if config.tied else VocabParallelHead(config.vocab_size, config.hidden, tp)
         if self.sequence_parallel:
-            for block in self.blocks:
-                applied_to_own_tokens(block.attention_norm, tp)
-                applied_to_own_tokens(block.mlp_norm, tp)
-            applied_to_own_tokens(self.norm, tp)
+            for module in self.modules():
+                if isinstance(module, NORMS):
+                    applied_to_own_tokens(module, tp)
             if self.positions is not None:
                 applied_to_own_tokens(self.positions, tp)
         self.to_empty(device=device)
@@ -75,7 +74,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """GPT-2's rule: normal of init_std, projections into the residual stream by 1/√(2·layers), biases 0, norms 1."""
+        """As GPT-2: normal of init_std, by 1/√(2·layers) into the residual stream; biases zero, norms one."""
         table = shard_table(self, self.mesh.tp)
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -126,9 +125,9 @@ class GPT(nn.Module):
             if self.sequence_parallel:
                 where = where.view(self.mesh.tp.size, -1)[self.mesh.tp.rank]
             x = x + self.positions(where)
-        where = positions(self.config, length, like=x)
+        turned = positions(self.config, length, like=x)
         for block in self.blocks:
-            x = block(x, where)
+            x = block(x, turned)
         return self.norm(x)
 
     def _padded(self, tokens: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:

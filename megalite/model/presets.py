@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _GPT = {
-    "positions": "learned", "norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu_tanh", "bias": True, "tied": True,
+    "positions": "learned", "norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu_tanh",
+    "bias": True, "tied": True,
 }  # fmt: skip
 _GPT2 = {**_GPT, "vocab_size": 50257, "max_seq_len": 1024}
 _GPT3 = {**_GPT, "vocab_size": 50257, "max_seq_len": 2048}

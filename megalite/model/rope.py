@@ -21,7 +21,8 @@ from megalite.config import ModelConfig
 class Positions:
     """Where the tokens of a batch stand: what attention must know beyond the tokens themselves.
 
-    seq_len: tokens `[b·s, d]` are b sequences of this length   cos, sin: `[s, 1, e/2]`, None where positions are learned
+    seq_len: tokens `[b·s, d]` are b sequences of this length
+    cos, sin: `[s, 1, e/2]`; None where positions are learned
     """
 
     seq_len: int

@@ -51,7 +51,7 @@ def reduce(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Replicated to split: this rank's slice along `dim`; the gradient is gathered. ValueError if it does not divide."""
+    """Replicated to split: this rank's slice along `dim`; the gradient is gathered. ValueError if that is uneven."""
     return x if axis.size == 1 else _Scatter.apply(x, axis, _divided(x, axis, dim))
 
 

@@ -1,8 +1,8 @@
 """How far a parallel computation is from the dense one: rows of (name, relative error, bound), worst over all ranks.
 
-The error of a tensor is max|actual − expected| / max|expected|. Some gradients are zero in exact arithmetic (a key's bias:
-softmax does not see it), where both sides are rounding noise: `least` is the size below which a tensor is taken for zero,
-so that noise is not compared with noise.
+The error of a tensor is max|actual − expected| / max|expected|. Some gradients are zero in exact arithmetic (a key's
+bias: softmax does not see it), where both sides are rounding noise: `least` is the size below which a tensor is taken
+for zero, so that noise is not compared with noise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Comparison:
     def add(
         self, name: str, actual: Tensor | float, expected: Tensor | float, bound: float, least: float = 0.0
     ) -> None:
-        """Compare this rank's `actual` with what it should be; another shape, or anything not finite, is an infinite error."""
+        """Compare this rank's `actual` with what it should be; another shape, or a NaN, is an infinite error."""
         actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach()
         self._rows.append(Row(name, _relative_error(actual, expected, least), bound))
 

@@ -29,7 +29,7 @@ def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     if not 0 <= rank < math.prod(sizes.values()):
         raise ValueError(f"rank {rank} is not in a mesh of {_product(sizes)}")
     where = {}
-    for name, size in reversed(sizes.items()):
+    for name, size in reversed(list(sizes.items())):
         rank, where[name] = divmod(rank, size)
     return {name: where[name] for name in sizes}
 

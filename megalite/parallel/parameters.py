@@ -67,7 +67,7 @@ def sum_partial_gradients(parameters: Iterable[tuple[str, Tensor]], table: Mappi
     """Sum over `axis` the gradients of which each rank holds only a summand, all in one all_reduce.
 
     The parts that several ranks hold of a parameter whose Shard is `partial` are laid in one flat buffer, each part in
-    a place of its own, so that the norms' weights (one part) and the replicated kv heads (a part a head) take the same way.
+    a place of its own, so that a norm's weight (one part) and replicated kv heads (a part a head) take the same way.
     """
     if axis.size == 1:
         return

@@ -7,8 +7,8 @@
 
 With `sequence_dim` the tokens outside the pair are split too (sequence.py): Column gathers its input along that dim and
 Row scatters its sum, which moves the same bytes as the all_reduce. Collectives run beside the matrix products where
-the backend can: in backward the input's gradient travels while the weight's is computed; in forward, over NCCL, the tokens
-are worked off in chunks so that one chunk travels while another is multiplied.
+the backend can: in backward the input's gradient travels while the weight's is computed; in forward, over NCCL, the
+tokens are worked off in chunks so that one chunk travels while another is multiplied.
 
 Source: Shoeybi et al., Megatron-LM (2019), §3; Korthikanti et al., Reducing Activation Recomputation (2022), §4.2.2.
 """
@@ -39,7 +39,7 @@ CHUNKS_IN_FLIGHT = 4  # of the forward, where collectives overlap with compute
 
 
 class _ParallelLinear(nn.Module):
-    """What both have: a weight `[out, in]` and a bias `[out]`, cut as their Shards say, drawn whole like nn.Linear's."""
+    """What both have: weight `[out, in]` and bias `[out]`, cut as their Shards say, drawn whole like nn.Linear's."""
 
     def __init__(
         self,
@@ -239,8 +239,7 @@ def _summed_linear(x: Tensor, weight: Tensor, axis: Axis, dim: int | None, chunk
     if dim is None:
         if chunks == 1:
             return issue_all_reduce(F.linear(x, weight), axis).wait()
-        parts = x.tensor_split(min(chunks, x.shape[0]))
-        pending = [issue_all_reduce(F.linear(part, weight), axis) for part in parts]
+        pending = [issue_all_reduce(F.linear(part, weight), axis) for part in x.tensor_split(min(chunks, x.shape[0]))]
         return torch.cat([one.wait() for one in pending])
     if chunks == 1:
         return issue_reduce_scatter(F.linear(x, weight), axis, dim).wait()

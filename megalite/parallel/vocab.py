@@ -2,12 +2,12 @@
 
     rank r holds the words  [r·n, (r+1)·n),  n = ⌈V / ranks⌉;  the last ranks' rows beyond V are padding
 
-Each rank looks up the tokens it holds (others give zeros, and the sum is the embedding), and computes the logits of its own
-words. The loss of a token needs two numbers a rank, its log-sum-exp and the target's logit: they are gathered, not
+Each rank looks up the tokens it holds (others give zeros, and the sum is the embedding), and computes the logits of its
+own words. The loss of a token needs two numbers a rank, its log-sum-exp and the target's logit: they are gathered, not
 the logits. Padding enters as −inf, so it has neither probability nor gradient.
 
-`vocab_parallel_linear_cross_entropy` fuses the head's product: tokens are worked off in chunks whose logits take no more
-memory than their activations, and the gradient takes the place of the logits, so that the full logits never exist.
+`vocab_parallel_linear_cross_entropy` fuses the head's product: tokens are worked off in chunks whose logits take no
+more memory than all activations, and the gradient takes the place of the logits, so that the full logits never exist.
 
 Source: Shoeybi et al., Megatron-LM (2019), §3. z-loss: Chowdhery et al., PaLM (2022), §5. Gradient in place of the
 logits, chunks: Hsu et al., Liger Kernel (2024), §3.
@@ -50,7 +50,8 @@ class _VocabTable(nn.Module):
 class VocabParallelEmbedding(_VocabTable):
     """Rows of the embedding table split over `axis`; a vocabulary that does not divide is padded with zero rows.
 
-    tokens: integers `[...]`, replicated      output: `[..., embedding_dim]`, replicated; with `sequence_dim`, split along it
+    tokens: integers `[...]`, replicated
+    output: `[..., embedding_dim]`, replicated; with `sequence_dim`, split along that dim
     weight: `[⌈num_embeddings / axis.size⌉, embedding_dim]`
 
     Ids outside [0, num_embeddings) raise IndexError on CPU; on other devices they must be checked before, since
@@ -230,8 +231,8 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         dtype = _accumulation_dtype(x.dtype)
         total = torch.zeros((), dtype=dtype, device=x.device)
-        grad_x = torch.empty_like(x) if with_gradient else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if with_gradient else None
+        grad_x = torch.empty_like(x if with_gradient else x[:0])
+        grad_weight = torch.zeros_like(weight if with_gradient else weight[:0], dtype=dtype)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = (x[part] @ weight.T).to(dtype)

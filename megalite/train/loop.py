@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -39,7 +40,7 @@ def open_data(config: Config) -> Batches:
         raise ConfigError("data.paths: none given; token folders made by `megalite data`, or data.corpus, would do")
     files = tuple(TokenFile(path) for path in data.paths)
 
-    def sampler(split: str) -> Sampler:
+    def sampler(split: Literal["train", "validation"]) -> Sampler:
         return Sampler(
             files, train.seq_len, train.seed, data.weights, split=split, validation=data.validation, vocab_size=vocab
         )
@@ -130,17 +131,18 @@ def _opening(config: Config, mesh: Mesh, model: GPT, data: Batches, device: torc
     tokens = sum(len(file) for file in data.files)
     entropy = unigram_entropy(data.train)
     return (
-        f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; {held / 1e6:.2f} M parameters "
-        f"a rank; {tokens / 1e6:.2f} M tokens\n"
-        f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a token; "
-        f"one that knows word counts (unigram entropy): {entropy:.3f}"
+        f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
+        f"{held / 1e6:.2f} M parameters a rank; {tokens / 1e6:.2f} M tokens\n"
+        f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a "
+        f"token; one that knows word counts (unigram entropy): {entropy:.3f}"
     )
 
 
 def _closing(line: dict[str, float], data: Batches, config: Config) -> str:
     last = f"loss {line['loss']:.3f}" + (f", validation loss {line['val_loss']:.3f}" if "val_loss" in line else "")
     return (
-        f"{last} nats a token after {line['tokens'] / 1e6:.2f} M tokens; unigram entropy {unigram_entropy(data.train):.3f}\n"
+        f"{last} nats a token after {line['tokens'] / 1e6:.2f} M tokens; "
+        f"unigram entropy {unigram_entropy(data.train):.3f}\n"
         f"metrics in {Path(config.run.dir) / 'metrics.jsonl'}"
     )
 

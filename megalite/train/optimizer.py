@@ -1,6 +1,6 @@
 """AdamW, fused where the device has it; matrices decay, vectors (norms, biases) do not.
 
-Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019); decay groups as in GPT-3, Brown et al. (2020), appendix B.
+Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019); groups as in Brown et al., GPT-3 (2020), B.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ LINE_EVERY = 5.0  # seconds between plain lines
 
 
 class TrainingProgress:
-    """Steps done of `steps`, with loss, tokens/s, MFU and the time left; silent on every rank but the one that speaks."""
+    """Steps done of `steps`, with loss, tokens/s, MFU and the time left; silent on every rank but one."""
 
     def __init__(self, steps: int, speaks: bool) -> None:
         self.steps, self.speaks = steps, speaks

@@ -51,7 +51,7 @@ class TrainStep:
         self.steps = 0
 
     def __call__(self, tokens: Tensor, targets: Tensor, lr: float | None = None) -> StepResult:
-        """Train on tokens and targets `[b, s]`, this dp rank's share; NumericError before the update if that is no number."""
+        """Train on this dp rank's share, `[b, s]` each; NumericError, before the update, where a number is none."""
         loss, count = self.backward(tokens, targets)
         norm = finish_gradients(self.model, self.buckets, self.table, self.mesh, self.config.clip)
         self._check_gradient(norm)
@@ -63,7 +63,7 @@ class TrainStep:
         return StepResult(loss, norm, count)
 
     def backward(self, tokens: Tensor, targets: Tensor) -> tuple[float, int]:
-        """Gradients of this rank's share, on their way over dp; the global loss, and the tokens that it is the mean of."""
+        """Gradients of this rank's share, on their way over dp; the global loss and its number of tokens."""
         count = int(_over(self.mesh.dp, (targets != IGNORE_INDEX).sum()).sum())
         size = self.micro_batch or len(tokens)
         parts = list(zip(tokens.split(size), targets.split(size), strict=True))
@@ -82,8 +82,8 @@ class TrainStep:
         if bad:
             rank = rank_at({"dp": bad[0], "pp": 0, "sp": 0, "tp": 0}, self.mesh.sizes)
             raise NumericError(
-                f"the loss is {shares[bad[0]].item()} at step {self.steps + 1} on rank {rank} (dp {bad[0]}); the weights are those "
-                f"of step {self.steps}; a lower optimizer.lr, more optimizer.warmup or another train.seed may do"
+                f"the loss is {shares[bad[0]].item()} at step {self.steps + 1} on rank {rank} (dp {bad[0]}); the "
+                f"weights are those of step {self.steps}; a lower optimizer.lr or more optimizer.warmup may do"
             )
 
     def _check_gradient(self, norm: float) -> None:
@@ -92,8 +92,8 @@ class TrainStep:
         grads = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
         bad = next((name for name, grad in grads if not grad.isfinite().all()), "none held by this rank")
         raise NumericError(
-            f"the gradient is no number at step {self.steps + 1} on rank {self.mesh.rank}, first in {bad}; the weights are those of "
-            f"step {self.steps}; a lower optimizer.lr or a smaller optimizer.clip may do"
+            f"the gradient is no number at step {self.steps + 1} on rank {self.mesh.rank}, first in {bad}; the weights "
+            f"are those of step {self.steps}; a lower optimizer.lr or more optimizer.warmup may do"
         )
 
 

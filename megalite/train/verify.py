@@ -1,7 +1,7 @@
 """`megalite verify`: the configured mesh against the mesh of one, in float64, on a shrunk twin of the model.
 
-The twin keeps what makes parallel code go wrong (heads and kv heads, tying, what does not divide, biases, microbatches, the
-optimizer) and shrinks the rest, so that every rank can compute the dense model beside its share.
+The twin keeps what makes parallel code go wrong (heads and kv heads, tying, what does not divide, biases, microbatches,
+the optimizer) and shrinks the rest, so that every rank can compute the dense model beside its share.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _like(size: int, about: int, modulus: int) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the twin leaves: losses of the steps, the first gradient and its norm, the first stepped weights."""
+    """What a run of the twin leaves: all losses, the first gradient and its norm, the weights after one step."""
 
     losses: list[float]
     norm: float
