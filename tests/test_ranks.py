@@ -196,8 +196,14 @@ def test_a_world_needs_a_rank():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_parent(tmp_path, number):
     # A script without `if __name__ == "__main__"`, whose ranks are busy when it is ended.
-    script = "import time\nfrom megalite.testing import run_ranks\nprint(run_ranks(lambda: 1, 2), flush=True)\n"
-    (tmp_path / "script.py").write_text(f"{script}run_ranks(time.sleep, 2, 60)\n")
+    script = """
+import signal, time
+from megalite.testing import run_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a pytest in the background would not pass on
+print(run_ranks(lambda: 1, 2), flush=True)
+run_ranks(time.sleep, 2, 60)
+"""
+    (tmp_path / "script.py").write_text(script)
     process = subprocess.Popen(
         [sys.executable, tmp_path / "script.py"],
         stdout=subprocess.PIPE,
