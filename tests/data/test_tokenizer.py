@@ -48,7 +48,7 @@ def test_pieces_encode_to_the_ids_of_the_whole(text, length, block, tokenizer):
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(piece.size for piece in pieces) == len(text.encode())
-    assert encode(tokenizer, pieces) == [*tokenizer.encode(text).ids, 0]
+    assert encode(tokenizer, pieces) == encode(tokenizer, [Piece(text, True, 0)])
 
 
 def test_pieces_are_about_as_long_as_asked():
