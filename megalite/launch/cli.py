@@ -95,8 +95,7 @@ def _prepare(config: Config) -> None:
             raise ConfigError("data.paths: none given; a folder for data.corpus to be made in would do")
         if not Path(data.paths[0]).exists():
             _tokenize(standard_library(), Path(data.paths[0]), None, config.model.vocab_size)
-    batches = open_data(config)
-    for file in batches.files:
+    for file in open_data(config).files:
         file.check_ids(config.model.vocab_size)
 
 
@@ -161,7 +160,7 @@ def _tokenize(paths: Sequence[Path], folder: Path, tokenizer, vocab_size: int) -
     from megalite.data.corpus import tokenize
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task(f"tokens of {folder}", total=None)
         made = tokenize(
             paths, folder, tokenizer, vocab_size, lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,5 +3,5 @@
 gpt        embedding, blocks, head            norm       RMSNorm and LayerNorm
 block      the residual pattern               rope       rotary angles at global positions
 attention  qkv, rope, a core, projection      presets    named sizes
-mlp        gated or plain feed-forward        hf         names and layouts to and from Hugging Face
+mlp        gated or plain feed-forward        generate   text from a model
 """

@@ -59,6 +59,9 @@ class Traffic:
         """Bytes sent on one axis by all operations."""
         return sum(sent for (name, _), sent in self.bytes.items() if name == axis)
 
+    def __reduce__(self) -> str:
+        return "traffic"  # a function sent to another process counts there, not in a copy of this one
+
     def reset(self) -> None:
         """Start counting anew; sequence numbers go on, since they must agree between ranks."""
         self.bytes.clear()
