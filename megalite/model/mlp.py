@@ -73,6 +73,6 @@ class _SwiGLU(Function):
         gate, up = gate_up.chunk(2, -1)
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
+        grad_up.copy_(F.silu(gate).mul_(grad))
         grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return result

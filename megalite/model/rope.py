@@ -74,5 +74,6 @@ class _RotatedQKV(Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     first, second = x.chunk(2, -1)
     to_first, to_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    # in place on views rather than by out=, which torch.compile takes for contiguous tensors only
+    to_first.copy_(first).mul_(cos).addcmul_(second, sin, value=-1)
+    to_second.copy_(second).mul_(cos).addcmul_(first, sin)

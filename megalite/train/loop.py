@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from megalite.config import Config
 from megalite.config_file import to_toml
@@ -59,6 +60,8 @@ def pretrain(config: Config, device: torch.device) -> None:
     step = TrainStep(
         model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=config.mesh.bucket_mb
     )
+    if dist.is_initialized():
+        dist.barrier()
     peak = mesh.size * peak_flops(device, model.embedding.weight.dtype)
     flops = flops_per_token(config.model, train.seq_len)
     metrics = None
@@ -93,6 +96,7 @@ def pretrain(config: Config, device: torch.device) -> None:
             if metrics is not None:
                 metrics.write(line)
             progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"))
+        progress.close()
         if speaks:
             progress.say(_closing(line, data, config))
         if train.sample_tokens and mesh.dp.rank == 0:

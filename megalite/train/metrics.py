@@ -58,8 +58,11 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 6 * multiplied_weights(config) + 12 * config.layers * config.heads * config.head_dim * seq_len
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """FLOP/s that one rank could reach: the data sheet's for a known GPU, else measured for about `seconds`."""
+def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """FLOP/s that one rank could reach: the data sheet's for a known GPU, else measured for about `seconds`.
+
+    To be called by all ranks at once: where they share cores, each then reaches its share.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, (half, single) in PEAKS.items():
@@ -68,11 +71,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -
     size = 4096 if device.type == "cuda" else 512
     a = torch.ones(size, size, dtype=dtype, device=device)
     torch.mm(a, a)
-    best, start = 0.0, time.perf_counter()
+    products, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        before = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - before))
-    return best
+        products += 1
+    return products * 2 * size**3 / (time.perf_counter() - start)
