@@ -208,6 +208,7 @@ def _reset() -> None:
     torch.manual_seed(0)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    torch.compiler.reset()  # or compiled code of an earlier call counts towards the limit of recompilations
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
 
