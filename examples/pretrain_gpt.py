@@ -1,0 +1,74 @@
+"""Pretrain a GPT from a script: the run of `make train`, with the parts that make it in sight.
+
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py mesh.tp=2
+
+Settings are those of configs/quickstart.toml; arguments override them. The corpus is made on first use.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from megalite.config import resolve
+from megalite.config_file import load
+from megalite.data import Sampler, TokenFile, load_tokenizer
+from megalite.errors import DataError, MegaliteError
+from megalite.launch.cli import _prepare as prepare
+from megalite.launch.torchrun import join_torchrun, launched
+from megalite.model.generate import generate
+from megalite.model.gpt import GPT
+from megalite.model.presets import PRESETS
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.world import leave, local_device
+from megalite.train.lr import learning_rate
+from megalite.train.step import TrainStep
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+
+
+def main(overrides: list[str]) -> None:
+    here = launched()
+    config = resolve(load(QUICKSTART, overrides, PRESETS), here.size if here else None)
+    if here and here.local_rank == 0:
+        prepare(config)  # the others wait for this rank in join_torchrun
+    world = join_torchrun(config.run.timeout)
+    model_config, train = config.model, config.train
+
+    # Where: a mesh over all ranks. What: a model on it, the same weights whatever the mesh.
+    mesh = Mesh(config.mesh.dp, config.mesh.pp, config.mesh.sp, config.mesh.tp)
+    device = local_device(world.local_rank, world.local_size)
+    with device:
+        torch.set_default_dtype(getattr(torch, train.dtype))
+        model = GPT(model_config, mesh, seed=train.seed, sequence_parallel=config.mesh.sequence_parallel)
+
+    # When: forward, backward, gradients summed over dp and tp, clipped, AdamW.
+    step = TrainStep(model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss)
+    files = [TokenFile(path) for path in config.data.paths]
+    data = Sampler(files, train.seq_len, train.seed, config.data.weights, vocab_size=model_config.vocab_size)
+    for index in range(train.steps):
+        tokens, targets = data.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size)
+        result = step(tokens.to(device), targets.to(device), learning_rate(index, train.steps, config.optimizer))
+        done = index + 1
+        if world.rank == 0 and (done % 10 == 0 or done in (1, train.steps)):
+            print(f"step {done}/{train.steps}  loss {result.loss:.3f}  grad_norm {result.grad_norm:.2f}", flush=True)
+
+    # Every rank of a tp group generates the same tokens; one group is enough.
+    if mesh.dp.rank == 0 and files[0].tokenizer_path:
+        tokenizer = load_tokenizer(files[0].tokenizer_path)
+        prompt = torch.tensor([tokenizer.encode("def ").ids], device=device)
+        written = generate(model, prompt, train.sample_tokens, seed=train.seed)
+        if world.rank == 0:
+            print(tokenizer.decode(written[0].tolist()))
+    leave()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except MegaliteError as error:
+        # Every rank finds the same wrong setting: one of them says so, none waits for the others.
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, DataError):
+            print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
