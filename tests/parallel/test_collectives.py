@@ -1,4 +1,4 @@
-"""Collectives: conjugate pairs are adjoint, inputs are left alone, bytes are counted, torch.compile takes them whole."""
+"""Collectives: pairs are adjoint, inputs are left alone, bytes are counted, torch.compile takes them whole."""
 
 import itertools
 

@@ -65,12 +65,12 @@ def test_the_mesh_of_one_needs_no_process_group():
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, "2", None])
 def test_a_size_that_is_none_is_an_error(size):
-    with pytest.raises(ValueError, match="mesh.tp: .* given; a whole number of at least 1 would do"):
+    with pytest.raises(ValueError, match=r"mesh\.tp: .* given; a whole number of at least 1 would do"):
         Mesh(tp=size)
 
 
 def test_ulysses_divides_sp():
-    with pytest.raises(ValueError, match="mesh.ulysses: 2 given; a divisor of sp=1 would do"):
+    with pytest.raises(ValueError, match=r"mesh\.ulysses: 2 given; a divisor of sp=1 would do"):
         Mesh(ulysses=2)
     assert Mesh(ulysses=1).ulysses == 1
 
