@@ -43,7 +43,7 @@ def load(
     model = settings.get("model")
     if isinstance(model, dict) and model.get("preset"):
         known = presets or {}
-        if model["preset"] not in known:
+        if not isinstance(model["preset"], str) or model["preset"] not in known:
             raise ConfigError(f"model.preset: {model['preset']!r} given; {_nearest(str(model['preset']), known)}")
         settings["model"] = {**known[model["preset"]], **model}
     return check(_build(Config, settings, ""))
