@@ -36,7 +36,7 @@ bench: $(INSTALLED) ## the benchmarks
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip; $(AT_LEAST_3_11)' 2>/dev/null || { \
 		$(PYTHON) -c '$(AT_LEAST_3_11)' 2>/dev/null || { \
-			echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1 || true); Python 3.11 or newer would do, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
+			echo "make: $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo not there); Python 3.11 or newer would do, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
 		$(PYTHON) -m venv --clear .venv; }
 	@echo "installing into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
