@@ -28,7 +28,7 @@ test-full: $(INSTALLED) ## all tests that need no GPU: every mesh, every page of
 	@$(BIN)/python -m pytest -m 'not gpu'
 
 test-gpu: ## the tests that need GPUs, with the Python and PyTorch that are there: installs nothing
-	@PYTHONPATH=. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PYTHON) -m pytest -p megalite.pytest_plugin -m gpu
+	@PYTHONPATH=. $(PYTHON) -m pytest -m gpu
 
 bench: $(INSTALLED) ## the benchmarks
 	@set -e; for file in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$file; done
