@@ -15,7 +15,7 @@ from megalite.config import resolve
 from megalite.config_file import load
 from megalite.data import Sampler, TokenFile, load_tokenizer
 from megalite.errors import DataError, MegaliteError
-from megalite.launch.cli import _prepare as prepare
+from megalite.launch.prepare import prepare
 from megalite.launch.torchrun import join_torchrun, launched
 from megalite.model.generate import generate
 from megalite.model.gpt import GPT

@@ -62,6 +62,11 @@ class MeshConfig:
     sequence_parallel: bool = True  # between the linears, tokens are split over tp (Megatron)
     bucket_mb: float = 25.0  # of gradients that travel together over dp, in MiB
 
+    @property
+    def size(self) -> int:
+        """How many ranks, once dp is known."""
+        return self.dp * self.pp * self.sp * self.tp
+
     def resolved(self, ranks: int) -> MeshConfig:
         """With dp filled in for `ranks` ranks; a ConfigError where the product is another."""
         others = self.pp * self.sp * self.tp

@@ -9,15 +9,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from megalite.config import Config, ModelConfig, resolve
 from megalite.config_file import load
-from megalite.errors import ConfigError, DataError, MegaliteError
+from megalite.errors import DataError, MegaliteError
+from megalite.launch.prepare import prepare, tokenize_visibly
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
+
+# Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves, so
+# the others stay this many seconds.
+FIRST_WORD = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_command(options: argparse.Namespace) -> int:
-    return _on_ranks(options, _prepare, _train_rank)
+    return _on_ranks(options, prepare, _train_rank)
 
 
 def verify_command(options: argparse.Namespace) -> int:
@@ -47,9 +53,9 @@ def verify_command(options: argparse.Namespace) -> int:
 
 
 def _on_ranks(
-    options: argparse.Namespace, prepare: Callable[[Config], None], rank_main: Callable[[World, Config], None]
+    options: argparse.Namespace, before: Callable[[Config], None], rank_main: Callable[[World, Config], None]
 ) -> int:
-    """Load the config, prepare on one process a machine, and call `rank_main` on every rank."""
+    """Load the config, do what comes `before` on one process a machine, and call `rank_main` on every rank."""
     world = launched()
     try:
         config = resolve(load(options.config, options.overrides, PRESETS), world.size if world else None)
@@ -57,15 +63,16 @@ def _on_ranks(
             from megalite.launch import local
 
             local.warm()
-            prepare(config)
-            local.run_local(rank_main, _ranks(config), (config,), timeout=config.run.timeout)
+            before(config)
+            local.run_local(rank_main, config.mesh.size, (config,), timeout=config.run.timeout)
             return 0
         if world.local_rank == 0:
-            prepare(config)
+            before(config)
     except MegaliteError as error:
         if world is None or world.local_rank == 0:
             raise
-        return error.exit_code  # every rank of this machine has found the same; one line is enough
+        time.sleep(FIRST_WORD)
+        return error.exit_code
     world = join_torchrun(config.run.timeout)
     try:
         rank_main(world, config)
@@ -77,26 +84,6 @@ def _on_ranks(
 
     leave()
     return 0
-
-
-def _ranks(config: Config) -> int:
-    mesh = config.mesh
-    return mesh.dp * mesh.pp * mesh.sp * mesh.tp
-
-
-def _prepare(config: Config) -> None:
-    """Make the built-in corpus where it is asked for and missing, and check all data, before any rank computes."""
-    from megalite.data.corpus import standard_library
-    from megalite.train.loop import open_data
-
-    data = config.data
-    if data.corpus:
-        if not data.paths:
-            raise ConfigError("data.paths: none given; a folder for data.corpus to be made in would do")
-        if not Path(data.paths[0]).exists():
-            _tokenize(standard_library(), Path(data.paths[0]), None, config.model.vocab_size)
-    for file in open_data(config).files:
-        file.check_ids(config.model.vocab_size)
 
 
 def _train_rank(world: World, config: Config) -> None:
@@ -150,22 +137,8 @@ def data_command(options: argparse.Namespace) -> int:
     from megalite.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    _tokenize(options.text, options.output, tokenizer, options.vocab_size)
+    tokenize_visibly(options.text, options.output, tokenizer, options.vocab_size)
     return 0
-
-
-def _tokenize(paths: Sequence[Path], folder: Path, tokenizer, vocab_size: int) -> None:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from megalite.data.corpus import tokenize
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task(f"tokens of {folder}", total=None)
-        made = tokenize(
-            paths, folder, tokenizer, vocab_size, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    print(f"{folder}: {len(made):,} tokens of a vocabulary of {made.vocab_size}", flush=True)
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
