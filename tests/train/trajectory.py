@@ -1,0 +1,118 @@
+"""Ten training steps of a small model on a mesh: what the tests of exactness compare, and how far apart two are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig, OptimizerConfig
+from megalite.model.gpt import GPT
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.parameters import cut
+from megalite.testing import run_ranks
+from megalite.train.gradients import finish_gradients
+from megalite.train.lr import learning_rate
+from megalite.train.step import TrainStep
+
+STEPS = 10
+VOCABULARY = 1001
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup=3, clip=0.5, weight_decay=0.1)  # clips at most steps
+
+LLAMA = ModelConfig(vocab_size=VOCABULARY, layers=2, max_seq_len=32, init_std=0.1)
+GPT2 = replace(
+    LLAMA, positions="learned", norm="layernorm", activation="gelu_tanh", bias=True, tied=True, kv_heads=0, ffn=0
+)
+STYLES = {"llama": LLAMA, "gpt2": GPT2, "llama tied": replace(LLAMA, tied=True)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained. kv_heads 0: as many as heads; micro_batch 0: all of a rank's share at once."""
+
+    style: str = "llama"
+    heads: int = 6
+    kv_heads: int = 0
+    batch: int = 4
+    length: int = 11  # odd: no sequence divides over any tp
+    z_loss: float = 0.0
+
+    @property
+    def model(self) -> ModelConfig:
+        sizes = {"hidden": 8 * self.heads, "heads": self.heads, "kv_heads": self.kv_heads, "ffn": 5 * self.heads}
+        return replace(STYLES[self.style], head_dim=0, **sizes)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets; of the first row hardly a target counts, of the last one all do."""
+        generator = torch.Generator().manual_seed(11)
+        block = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=generator)
+        tokens, targets = block[:, :-1], block[:, 1:].clone()
+        for row in range(self.batch):
+            targets[row, : (self.length - 1) * (self.batch - 1 - row) // max(1, self.batch - 1)] = -100
+        return tokens, targets
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Losses and gradient norms of all steps, and the first gradients as this rank holds them."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+
+
+def train(case: Case, mesh: Mesh, sequence_parallel: bool = True, micro_batch: int = 0) -> Trajectory:
+    """Ten steps on this rank, in float64. Sets the default dtype for the time being."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = GPT(case.model, mesh, seed=5, sequence_parallel=sequence_parallel)
+        step = TrainStep(model, OPTIMIZER, micro_batch=micro_batch, z_loss=case.z_loss, bucket_mb=0.02)
+        share = case.batch // mesh.dp.size
+        own = slice(mesh.dp.rank * share, (mesh.dp.rank + 1) * share)
+        tokens, targets = (x[own] for x in case.data())
+
+        step.backward(tokens, targets)
+        finish_gradients(model, step.buckets, step.table, mesh, clip=0)
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        step.optimizer.zero_grad()
+        results = [step(tokens, targets, learning_rate(i, STEPS, OPTIMIZER)) for i in range(STEPS)]
+        return Trajectory([r.loss for r in results], [r.grad_norm for r in results], gradients)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@cache
+def dense(case: Case) -> Trajectory:
+    """On the mesh of one, the whole batch at once; on a rank, which has one thread and so computes the same twice."""
+    return run_ranks(train, 1, case, Mesh())[0]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest relative errors, of a gradient against the largest entry of the whole tensor, and whose it is."""
+
+    loss: float
+    norm: float
+    gradient: float
+    name: str
+
+
+def distance(case: Case, mesh: Mesh, sequence_parallel: bool, micro_batch: int, expected: Trajectory) -> Distance:
+    """How far this rank is from the mesh of one."""
+    actual = train(case, mesh, sequence_parallel, micro_batch)
+    table = TrainStep(GPT(case.model, mesh, sequence_parallel=sequence_parallel), OPTIMIZER).table
+    assert table.keys() == actual.gradients.keys() == expected.gradients.keys()
+    errors = {}
+    for name, shard in table.items():
+        whole = expected.gradients[name]
+        difference = actual.gradients[name] - cut(whole, shard, mesh.tp.rank)
+        errors[name] = (difference.abs().max() / whole.abs().max()).item()
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return Distance(_worst(actual.losses, expected.losses), _worst(actual.norms, expected.norms), errors[worst], worst)
+
+
+def _worst(actual: list[float], expected: list[float]) -> float:
+    return max(abs(a - e) / abs(e) for a, e in zip(actual, expected, strict=True))
