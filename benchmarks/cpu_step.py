@@ -111,9 +111,7 @@ def _parallelize(model: PlainLlama, sequence_parallel: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     outside = Shard(1) if sequence_parallel else Replicate()
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    three = PrepareModuleInput(
-        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
-    )
+    three = PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None))
     column, row = ColwiseParallel, lambda: RowwiseParallel(output_layouts=outside)
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
@@ -144,7 +142,9 @@ def race(pair: str, steps: int) -> dict[str, list[float]]:
     """Both contenders, turn by turn: seconds, CPU seconds and cost in sgemms of each step, and their losses."""
     contenders = {"ours": ours(pair), "theirs": theirs(pair)}
     a = torch.randn(512, 512)
-    seen: dict[str, list[float]] = {f"{name} {what}": [] for name in contenders for what in ("wall", "cpu", "cost", "loss")}
+    seen: dict[str, list[float]] = {
+        f"{name} {what}": [] for name in contenders for what in ("wall", "cpu", "cost", "loss")
+    }
     for number, (tokens, targets) in enumerate(batches(pair, steps + 2)):
         for name in sorted(contenders, reverse=number % 2 == 1):
             dist.barrier()
@@ -201,30 +201,38 @@ def main() -> None:
 
 
 def report(pair: str, seen: list[dict]) -> None:
+    """Print medians of rank 0 and their ratios, and the peak memory of the rank that took most."""
     first = seen[0]
-    median = {name: statistics.median(values) for name, values in first.items() if name != "bytes" and "loss" not in name}
+    median = {
+        name: statistics.median(values) for name, values in first.items() if name.endswith(("wall", "cpu", "cost"))
+    }
+    ratio = {what: median[f"theirs {what}"] / median[f"ours {what}"] for what in ("wall", "cpu", "cost")}
     drift = max(abs(a / b - 1) for a, b in zip(first["ours loss"], first["theirs loss"], strict=True))
+    print(
+        f"\n{pair}: {ratio['cost']:.3f} × their speed in sgemms (target {TARGETS[pair]}), "
+        f"wall {ratio['wall']:.3f}, CPU {ratio['cpu']:.3f}"
+    )
     memory = {}
     for name in ("ours", "theirs"):
         command = [sys.executable, __file__, "--memory", pair, name]
-        memory[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    speed = median["theirs cost"] / median["ours cost"]
-    print(f"\n{pair}: speed {speed:.3f} × theirs in sgemms (target {TARGETS[pair]})", end="")
-    print(f", wall {median['theirs wall'] / median['ours wall']:.3f}, CPU {median['theirs cpu'] / median['ours cpu']:.3f}")
-    for name in ("ours", "theirs"):
-        base, peak = memory[name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        memory[name] = base, peak = json.loads(done.stdout.splitlines()[-1])
+        wall, cpu, cost = (median[f"{name} {what}"] for what in ("wall", "cpu", "cost"))
         print(
-            f"  {name:6}  wall {median[f'{name} wall']:.3f} s  CPU {median[f'{name} cpu']:.3f} s  "
-            f"cost {median[f'{name} cost']:.1f} × 10 sgemms of 512³  peak {peak:.0f} MiB, of which {base:.0f} before the model"
+            f"  {name:6}  wall {wall:.3f} s  CPU {cpu:.3f} s  cost {cost:.1f} × 10 sgemms of 512³  "
+            f"peak {peak:.0f} MiB, of which {base:.0f} before the model"
         )
-    ours_peak, theirs_peak = memory["ours"], memory["theirs"]
+    (our_base, our_peak), (their_base, their_peak) = memory["ours"], memory["theirs"]
     print(
-        f"  peak memory {ours_peak[1] / theirs_peak[1]:.3f} × theirs; without what was there before "
-        f"{(ours_peak[1] - ours_peak[0]) / (theirs_peak[1] - theirs_peak[0]):.3f} ×; largest difference of losses {drift:.1e}"
+        f"  peak memory {our_peak / their_peak:.3f} × theirs; without what was there before "
+        f"{(our_peak - our_base) / (their_peak - their_base):.3f} ×; largest difference of losses {drift:.1e}"
     )
     if pair != "single":
         total, expected = sum(first["bytes"].values()), expected_bytes(pair)
-        print(f"  bytes a step and rank {total:,} counted, {expected:,} by formula ({total / expected - 1:+.2%}): {first['bytes']}")
+        print(
+            f"  bytes a step and rank: {total:,} counted, {expected:,} by formula ({total / expected - 1:+.2%}); "
+            f"{first['bytes']}"
+        )
     sys.stdout.flush()
 
 

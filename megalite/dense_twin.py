@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import own_slice
 from megalite.parallel.compare import NOISE, Comparison, Row
+from megalite.parallel.in_flight import own_slice
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import cut, shard_table, sum_partial_gradients
 from megalite.parallel.sharding import Block, Shard

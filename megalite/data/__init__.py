@@ -3,6 +3,8 @@
     corpus.py       text files, JSONL, the standard library  ─▶  documents, tokenize
     tokenizer.py    documents  ─▶  ids                            train_bpe, load_tokenizer
     tokens.py       ids in a memory-mapped folder                 TokenWriter, TokenFile
+    index.py        what tokens are there, as JSON
+    order.py        a permutation and a blend, computed and not stored
     sampler.py      (seed, step)  ─▶  batch                       Sampler, unigram_entropy
 
 What a user can get wrong raises `DataError`: one line with the file, what was found and what would do.

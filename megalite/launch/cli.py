@@ -21,7 +21,7 @@ from megalite.launch.prepare import prepare, tokenize_visibly
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
 
-# Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves, so
+# Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves:
 # the others stay this many seconds.
 FIRST_WORD = 2.0
 

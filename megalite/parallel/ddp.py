@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import Pending, issue_all_reduce_in_place
+from megalite.parallel.in_flight import Pending, issue_all_reduce_in_place
 from megalite.parallel.mesh import Axis
 
 

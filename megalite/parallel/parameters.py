@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import issue_all_reduce
+from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.mesh import Axis
 from megalite.parallel.sharding import Shard
 

@@ -24,13 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megalite.parallel.collectives import (
-    gather,
-    issue_all_gather,
-    issue_all_reduce,
-    issue_reduce_scatter,
-    scatter,
-)
+from megalite.parallel.collectives import gather, scatter
+from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce, issue_reduce_scatter
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import fill
 from megalite.parallel.sharding import Block, Shard, split_evenly

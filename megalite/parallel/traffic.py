@@ -76,7 +76,7 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch", "megalite.parallel.collectives")):
+        if not name.startswith(("torch", "megalite.parallel.collectives", "megalite.parallel.in_flight")):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "backward"

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megalite.parallel.collectives import issue_all_gather, reduce, reduce_scatter
+from megalite.parallel.collectives import reduce, reduce_scatter
+from megalite.parallel.in_flight import issue_all_gather
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import fill
 from megalite.parallel.sharding import Block, Shard

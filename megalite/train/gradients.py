@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import issue_all_reduce
 from megalite.parallel.ddp import GradientBuckets
+from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.parameters import sum_partial_gradients
 from megalite.parallel.sharding import Shard

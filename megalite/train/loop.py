@@ -17,7 +17,7 @@ from megalite.data import Sampler, TokenFile, load_tokenizer, unigram_entropy
 from megalite.errors import ConfigError
 from megalite.model.generate import generate
 from megalite.model.gpt import GPT
-from megalite.parallel.collectives import issue_all_reduce
+from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.mesh import Mesh
 from megalite.train.lr import learning_rate
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops

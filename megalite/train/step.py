@@ -16,8 +16,8 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
-from megalite.parallel.collectives import issue_all_gather
 from megalite.parallel.ddp import GradientBuckets
+from megalite.parallel.in_flight import issue_all_gather
 from megalite.parallel.mesh import Axis, rank_at
 from megalite.parallel.parameters import shard_table
 from megalite.parallel.vocab import IGNORE_INDEX
