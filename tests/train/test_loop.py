@@ -1,0 +1,125 @@
+"""The run: the same numbers twice, the same on another mesh, and what it leaves in its folder."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, check
+from megalite.config_file import load
+from megalite.data import TokenWriter
+from megalite.errors import ConfigError, DataError
+from megalite.model.presets import PRESETS
+from megalite.testing import run_ranks
+from megalite.train.loop import open_data, pretrain
+
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "mfu"}
+STEPS = 12
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A tiny model on tokens that can be learned: each follows from the one before, but for some noise."""
+    generator = np.random.default_rng(0)
+    ids = np.empty(4000, dtype=np.int64)
+    ids[0] = 1
+    for i in range(1, len(ids)):
+        ids[i] = (3 * ids[i - 1] + 1) % 97 if generator.random() < 0.9 else generator.integers(97)
+    with TokenWriter(tmp_path / "tokens", 97) as writer:
+        writer.write(ids)
+    return Config(
+        ModelConfig(**{**PRESETS["llama-tiny"], "vocab_size": 97, "tied": True}),
+        MeshConfig(),
+        DataConfig((str(tmp_path / "tokens"),), validation=0.1),
+        TrainConfig(steps=STEPS, global_batch=8, seq_len=33, validate_every=5, validation_batches=2),
+        OptimizerConfig(lr=1e-2, warmup=2),
+        RunConfig(str(tmp_path / "run")),
+    )
+
+
+def run(config, tmp_path, name, dp=1, tp=1, **mesh):
+    folder = tmp_path / name
+    config = replace(config, mesh=MeshConfig(dp, tp=tp, **mesh), run=RunConfig(str(folder)))
+    run_ranks(pretrain, dp * tp, check(config), torch.device("cpu"))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(lines, others, **bounds):
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys()
+        for key in bounds.keys() & line.keys():
+            assert line[key] == pytest.approx(other[key], rel=bounds[key]), f"{key} of step {line['step']}"
+
+
+def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
+    lines = run(config, tmp_path, "run", dp=2)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        validated = line["step"] in (5, 10, STEPS)
+        assert line.keys() == KEYS | ({"val_loss"} if validated else set())
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values())
+        assert line["tokens"] == line["step"] * 8 * 33
+        assert line["tokens_per_second"] == pytest.approx(8 * 33 / line["step_seconds"])
+        assert 0 < line["mfu"] < 1.5
+    assert [line["lr"] for line in lines[:3]] == pytest.approx([0.005, 0.01, 0.01])
+    assert abs(lines[0]["loss"] - math.log(97)) < 0.2
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    shown = capsys.readouterr().out
+    assert "unigram entropy" in shown and "ln 97 = 4.575" in shown
+    assert f"step {STEPS}/{STEPS}" in shown and "rank 1: " not in shown  # rank 0 speaks alone
+    assert load(tmp_path / "run" / "config.toml") == replace(
+        config, mesh=MeshConfig(2), run=RunConfig(str(tmp_path / "run"))
+    )
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
+def test_the_same_numbers_twice(config, tmp_path, dp, tp):
+    first, second = (run(config, tmp_path, name, dp, tp) for name in ("first", "second"))
+    for name in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
+        assert [line.get(name) for line in first] == [line.get(name) for line in second]  # to the last bit
+
+
+def test_the_same_numbers_on_another_mesh(config, tmp_path):
+    alone = run(config, tmp_path, "alone")
+    meshes = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2 tp2": {"dp": 2, "tp": 2, "sequence_parallel": False}}
+    for name, mesh in meshes.items():
+        same(run(config, tmp_path, name, **mesh), alone, loss=1e-5, val_loss=1e-5, grad_norm=1e-4)
+
+
+def test_accumulation_changes_no_number_in_float64(config, tmp_path):
+    wide = replace(config, train=replace(config.train, dtype="float64", steps=4))
+    whole = run(wide, tmp_path, "whole")
+    parts = run(replace(wide, train=replace(wide.train, micro_batch=2)), tmp_path, "parts", dp=2)
+    same(parts, whole, loss=1e-12, val_loss=1e-12, grad_norm=1e-12)
+
+
+def test_validation_is_the_mean_loss_of_its_split(config, tmp_path):
+    """A learning rate of zero: the model stays, so every validation gives the same, and about ln of the vocabulary."""
+    still = replace(config, optimizer=OptimizerConfig(lr=0.0, warmup=0))
+    values = [line["val_loss"] for line in run(still, tmp_path, "still") if "val_loss" in line]
+    assert len(values) == 3 and len(set(values)) == 1
+    assert abs(values[0] - math.log(97)) < 0.2
+
+
+def test_without_validation_there_is_no_value(config, tmp_path):
+    none = replace(config, data=replace(config.data, validation=0.0), train=replace(config.train, steps=2))
+    assert all(line.keys() == KEYS for line in run(none, tmp_path, "none"))
+
+
+def test_a_sample_without_a_tokenizer_says_so(config, tmp_path, capsys):
+    run(replace(config, train=replace(config.train, steps=2, sample_tokens=3)), tmp_path, "sample")
+    assert "no tokenizer beside the tokens" in capsys.readouterr().out
+
+
+def test_data_is_checked_when_it_is_opened(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.paths: none given; token folders made by `megalite data`"):
+        open_data(replace(config, data=DataConfig()))
+    with pytest.raises(DataError, match="no such token folder"):
+        open_data(replace(config, data=DataConfig((str(tmp_path / "no"),))))
+    with pytest.raises(DataError, match="token ids up to 96 are beyond the vocabulary of 50"):
+        open_data(replace(config, model=replace(config.model, vocab_size=50)))
+    with pytest.raises(DataError, match="4000 tokens are too few for seq_len 5000"):
+        open_data(replace(config, train=replace(config.train, seq_len=5000)))

@@ -1,0 +1,58 @@
+"""What a run measures: FLOPs by the formula, and a file that loses no earlier run."""
+
+import json
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig
+from megalite.model.gpt import GPT
+from megalite.model.presets import PRESETS
+from megalite.train.metrics import MetricsFile, flops_per_token, multiplied_weights, peak_flops
+
+
+def test_flops_of_gpt2_by_hand():
+    config = ModelConfig(**PRESETS["gpt2"])
+    blocks = 12 * (768 * 3 * 768 + 768 * 768 + 2 * 768 * 3072)
+    assert multiplied_weights(config) == blocks + 50257 * 768 == 123_532_032
+    assert flops_per_token(config, 1024) == 6 * 123_532_032 + 12 * 12 * 768 * 1024 == 854_438_400
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "smollm2-135m", "llama-tiny", "gpt2-tiny"])
+def test_multiplied_weights_are_the_matrices_of_the_model(name):
+    config = ModelConfig(**PRESETS[name])
+    with torch.device("meta"):
+        model = GPT(config)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "positions" not in name)
+    if not config.tied:
+        matrices -= model.embedding.weight.numel()  # looked up, not multiplied
+    assert multiplied_weights(config) == matrices
+
+
+def test_attention_grows_with_the_sequence():
+    config = ModelConfig(**PRESETS["llama-tiny"])
+    assert flops_per_token(config, 101) - flops_per_token(config, 1) == 12 * 2 * 6 * 8 * 100
+
+
+def test_the_peak_is_a_rate_that_products_reach():
+    assert 1e8 < peak_flops(torch.device("cpu"), torch.float32, seconds=0.01) < 1e14
+
+
+def test_a_line_is_whole_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "new" / "folder" / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write({"step": 1, "loss": 0.1})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "loss": 0.1}]
+    metrics.write({"step": 2, "loss": 1 / 3})
+    assert json.loads(path.read_text().splitlines()[1])["loss"] == 1 / 3  # to the last bit
+    metrics.close()
+
+
+def test_an_earlier_runs_file_is_kept_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for run in range(3):
+        metrics = MetricsFile(path)
+        metrics.write({"run": run})
+        metrics.close()
+    found = {p.name: json.loads(p.read_text()) for p in tmp_path.iterdir()}
+    assert found == {"metrics-1.jsonl": {"run": 0}, "metrics-2.jsonl": {"run": 1}, "metrics.jsonl": {"run": 2}}

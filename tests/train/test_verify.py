@@ -1,0 +1,121 @@
+"""`verify`: passes where the mesh computes the dense model, and names what differs where a bug is planted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import Config, MeshConfig, ModelConfig, TrainConfig, check, resolve
+from megalite.model.presets import PRESETS
+from megalite.parallel.ddp import GradientBuckets
+from megalite.testing import run_ranks
+from megalite.train import gradients
+from megalite.train.verify import shrunk, verify
+
+
+def twin(preset, dp, tp, sequence_parallel=True, **train):
+    settings = {"global_batch": 8, "seq_len": 64, "micro_batch": 1, **train}
+    config = Config(
+        ModelConfig(**PRESETS[preset]), MeshConfig(dp, tp=tp, sequence_parallel=sequence_parallel), train=TrainConfig()
+    )
+    return shrunk(resolve(check(replace(config, train=replace(config.train, **settings)))))
+
+
+def rows(config, plant=lambda patch: None):
+    def run():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            return verify(config, torch.device("cpu"))
+
+    every = run_ranks(run, config.mesh.size)
+    assert all(one == every[0] for one in every)  # the same list on every rank
+    return every[0]
+
+
+def failed(found):
+    return [row.name for row in found if not row.passed]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        twin("llama-tiny", 2, 2),
+        twin("llama-tiny", 1, 2, sequence_parallel=False, z_loss=1e-3),
+        twin("gpt2-tiny", 2, 2, seq_len=63),
+        twin("gpt2-tiny", 1, 3, seq_len=63),
+        twin("gpt2-tiny", 3, 1, global_batch=6),
+        twin("smollm2-135m", 1, 3),
+    ],
+    ids=lambda c: f"dp{c.mesh.dp} tp{c.mesh.tp} {c.model.norm} {c.mesh.sequence_parallel}",
+)
+def test_good_meshes_pass(config):
+    found = rows(config)
+    assert not failed(found)
+    names = [row.name for row in found]
+    assert names[:4] == ["loss of step 1", "loss of step 2", "loss of step 3", "gradient norm"]
+    assert {"gradient of embedding.weight", "stepped blocks.0.mlp.up.weight"} <= set(names)
+    assert max(row.error for row in found) < 1e-11  # far from the bounds
+    assert {row.bound for row in found} == {1e-10, 1e-9}
+
+
+def test_norms_that_are_not_summed_are_named():
+    def plant(patch):
+        patch.setattr(gradients, "sum_partial_gradients", lambda parameters, table, axis: None)
+
+    found = failed(rows(twin("llama-tiny", 1, 2), plant))
+    wrong = {"norm.weight"} | {f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "mlp")}
+    assert {name for name in found if name.startswith("gradient of")} == {f"gradient of {name}" for name in wrong}
+    assert "gradient norm" in found and "loss of step 1" not in found and "loss of step 2" in found
+
+
+def test_replicated_kv_heads_that_are_not_summed_are_named():
+    def plant(patch):
+        patch.setattr(gradients, "sum_partial_gradients", lambda parameters, table, axis: None)
+
+    config = twin("llama-tiny", 1, 2, sequence_parallel=False)
+    config = replace(config, model=replace(config.model, kv_heads=1))
+    found = failed(rows(config, plant))
+    qkv = [f"gradient of blocks.{i}.attention.qkv.weight" for i in range(2)]
+    assert [name for name in found if name.startswith("gradient of")] == qkv
+
+
+def test_gradients_that_do_not_travel_over_dp_are_named():
+    def plant(patch):
+        patch.setattr(GradientBuckets, "finish", lambda self: None)
+        patch.setattr(GradientBuckets, "_issue_full", lambda self, _=None: None)
+
+    found = failed(rows(twin("llama-tiny", 2, 1), plant))
+    assert "gradient norm" in found and "gradient of embedding.weight" in found
+    assert "loss of step 1" not in found
+
+
+def test_a_norm_that_is_wrong_in_the_ninth_digit_is_named():
+    def plant(patch):
+        whole = gradients.gradient_norm
+
+        def wrong(model, table, tp):
+            return whole(model, table, tp) * (1 + 1e-9 * (tp.size > 1))
+
+        patch.setattr(gradients, "gradient_norm", wrong)
+
+    assert failed(rows(twin("llama-tiny", 1, 2), plant)) == ["gradient norm"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_twin_has_the_structure_of_what_it_stands_for(preset):
+    whole = ModelConfig(**PRESETS[preset])
+    for tp in range(1, 17):
+        config = Config(whole, MeshConfig(dp=2, tp=tp), train=TrainConfig(seq_len=61, global_batch=12, micro_batch=3))
+        if whole.heads % tp or whole.ffn % tp or (whole.kv_heads % tp and tp % whole.kv_heads):
+            continue
+        small = shrunk(config)
+        model = small.model
+        resolve(check(small))
+        kept = ("heads", "kv_heads", "tied", "norm", "positions", "activation", "bias")
+        assert all(getattr(model, name) == getattr(whole, name) for name in kept)
+        for name in ("vocab_size", "ffn"):
+            assert getattr(model, name) % (2 * tp) == getattr(whole, name) % (2 * tp), name
+            assert getattr(model, name) <= getattr(whole, name)
+        assert small.train.seq_len % (2 * tp) == 61 % (2 * tp) or small.train.seq_len == model.max_seq_len
+        assert small.train.global_batch // 2 // small.train.micro_batch == 2  # microbatches remain
+        assert small.train.dtype == "float64"
