@@ -129,7 +129,7 @@ class Between(nn.Module):
         self.down = RowParallelLinear(12, 6, axis, sequence_dim=0)
 
     def forward(self, x, scale):
-        return self.down(self.up(x).sin()) * scale, gather(x, self.axis, 0) * 2
+        return self.down(self.up(x).sin()) * copy(scale, self.axis), gather(x, self.axis, 0) * 2
 
 
 def test_split_inputs_whole_inputs_and_several_outputs():

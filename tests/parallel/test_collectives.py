@@ -11,11 +11,11 @@ from megalite.parallel.collectives import (
     all_to_all,
     copy,
     gather,
-    issue_all_reduce_in_place,
     reduce,
     reduce_scatter,
     scatter,
 )
+from megalite.parallel.in_flight import issue_all_reduce_in_place
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.traffic import Traffic, traffic
 
