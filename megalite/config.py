@@ -162,6 +162,9 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
 
 def check(config: Config) -> Config:
     """The config itself, or a ConfigError that names the first setting that cannot work."""
+    model, mesh, data, train = config.model, config.mesh, config.data, config.train
+    if 0 < model.hidden < model.heads and not model.head_dim:
+        raise ConfigError(f"model.hidden: {model.hidden} given; a multiple of model.heads={model.heads} would do")
     for name, (least, most) in BOUNDS.items():
         section, _, key = name.partition(".")
         value = getattr(getattr(config, section), key)
@@ -169,7 +172,6 @@ def check(config: Config) -> Config:
             raise ConfigError(
                 f"{name}: {value} given; {f'{least} to {most}' if most < INF else f'{least} or more'} would do"
             )
-    model, mesh, data, train = config.model, config.mesh, config.data, config.train
     if model.heads % model.kv_heads:
         raise ConfigError(f"model.kv_heads: {model.kv_heads} given; a divisor of model.heads={model.heads} would do")
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:

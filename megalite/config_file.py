@@ -56,7 +56,10 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(config, section.name)).items():
             if key != "preset":  # its settings are written out
-                lines.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+                text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+                lines.append(
+                    f"{key} = {text}".replace("\x7f", "\\u007f")
+                )  # which JSON leaves as it is and TOML forbids
         lines.append("")
     return "\n".join(lines)
 
@@ -66,14 +69,14 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the path of a TOML file would do") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOML's and Unicode's are ValueErrors
         raise ConfigError(f"{path}: not a TOML file that can be read: {error}") from None
 
 
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
 
 
@@ -84,7 +87,8 @@ def _build(cls: type, settings: Any, where: str) -> Any:
     kinds = typing.get_type_hints(cls)
     values = {}
     for key, value in settings.items():
-        name = f"{where}.{key}" if where else key
+        shown = key if key.isprintable() else repr(key)
+        name = f"{where}.{shown}" if where else shown
         if key not in kinds:
             raise ConfigError(f"{name}: no such setting; {_nearest(key, kinds)}")
         kind = kinds[key]
@@ -106,7 +110,10 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
             return tuple(_typed(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
         raise ConfigError(f"{name}: {value!r} given; a list would do")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if type(value) is not kind:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         raise ConfigError(f"{name}: {value!r} given; {words[kind]} would do")

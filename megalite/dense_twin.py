@@ -56,8 +56,8 @@ def compare_with_dense(
 
     generator = torch.Generator().manual_seed(1)
     directions = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in dense_results]
-    torch.autograd.backward(dense_results, directions)
-    torch.autograd.backward(results, [local(d, dim) for d, dim in zip(directions, dims, strict=True)])
+    _backward(dense_results, directions)
+    _backward(results, [local(d, dim) for d, dim in zip(directions, dims, strict=True)])
     sum_partial_gradients(parallel.named_parameters(), table, axis)
 
     comparison = Comparison()
@@ -77,6 +77,13 @@ def compare_with_dense(
         weight = cut(expected[twins[name]].detach(), table[name], axis.rank)
         comparison.add(f"{name} after one step", parameter, weight, bound, least=1e-2)
     return comparison.over_ranks()
+
+
+def _backward(results: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
+    """From all results that have a gradient; a module may also return what has none, such as counts."""
+    pairs = [(y, direction) for y, direction in zip(results, directions, strict=True) if y.requires_grad]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [direction for _, direction in pairs])
 
 
 def _require_same_parameters(twins: Mapping[str, str], dense: nn.Module) -> None:

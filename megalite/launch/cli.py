@@ -29,14 +29,16 @@ FIRST_WORD = 2.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `megalite` and of `python -m megalite`."""
     options = _parser().parse_args(arguments)
+    world = None
     try:
-        code = options.command(options)
+        world = launched()
+        code = options.command(options, world)
     except MegaliteError as error:
         print(f"megalite: error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    if launched() is not None and code:
+    if world is not None and code:
         os._exit(code)  # a rank that fails must not wait for the others while it takes its groups down
     sys.exit(code)
 
@@ -44,19 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # --- train and verify: the same way onto the ranks -----------------------------------------------------------------
 
 
-def train_command(options: argparse.Namespace) -> int:
-    return _on_ranks(options, prepare, _train_rank)
+def train_command(options: argparse.Namespace, world: World | None) -> int:
+    return _on_ranks(options, world, prepare, _train_rank)
 
 
-def verify_command(options: argparse.Namespace) -> int:
-    return _on_ranks(options, lambda config: None, _verify_rank)
+def verify_command(options: argparse.Namespace, world: World | None) -> int:
+    return _on_ranks(options, world, lambda config: None, _verify_rank)
 
 
 def _on_ranks(
-    options: argparse.Namespace, before: Callable[[Config], None], rank_main: Callable[[World, Config], None]
+    options: argparse.Namespace,
+    world: World | None,
+    before: Callable[[Config], None],
+    rank_main: Callable[[World, Config], None],
 ) -> int:
     """Load the config, do what comes `before` on one process a machine, and call `rank_main` on every rank."""
-    world = launched()
     try:
         config = resolve(load(options.config, options.overrides, PRESETS), world.size if world else None)
         if world is None:
@@ -133,7 +137,7 @@ def _print_rows(rows: Sequence, config: Config) -> None:
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
-def data_command(options: argparse.Namespace) -> int:
+def data_command(options: argparse.Namespace, world: World | None) -> int:
     from megalite.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None

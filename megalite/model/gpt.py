@@ -121,7 +121,8 @@ class GPT(nn.Module):
         batch, length = tokens.shape
         x = self.embedding(tokens.flatten())
         if self.positions is not None:
-            where = torch.arange(length, device=tokens.device).repeat(batch)
+            last = self.config.max_seq_len - 1  # for padding beyond it, which nothing sees
+            where = torch.arange(length, device=tokens.device).clamp_(max=last).repeat(batch)
             if self.sequence_parallel:
                 where = where.view(self.mesh.tp.size, -1)[self.mesh.tp.rank]
             x = x + self.positions(where)

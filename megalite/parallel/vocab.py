@@ -3,8 +3,8 @@
     rank r holds the words  [r·n, (r+1)·n),  n = ⌈V / ranks⌉;  the last ranks' rows beyond V are padding
 
 Each rank looks up the tokens it holds (others give zeros, and the sum is the embedding), and computes the logits of its
-own words. The loss of a token needs two numbers a rank, its log-sum-exp and the target's logit: they are gathered, not
-the logits. Padding enters as −inf, so it has neither probability nor gradient.
+own words. The loss of a token needs three numbers of each rank, the largest logit, the sum of exponentials and the
+target's logit: they are gathered, not the logits. Padding enters as −inf: it has neither probability nor gradient.
 
 `vocab_parallel_linear_cross_entropy` fuses the head's product: tokens are worked off in chunks whose logits take no
 more memory than all activations, and the gradient takes the place of the logits, so that the full logits never exist.
@@ -180,18 +180,25 @@ def _losses(
     column = torch.where(here, column, 0).unsqueeze(1)
     target = torch.where(here, logits.gather(1, column).squeeze(1), 0)
 
-    # A rank of padding alone has the maximum −inf; a finite stand-in keeps −inf − (−inf) out.
+    # A rank of padding alone has the maximum −inf; a finite stand-in keeps −inf − (−inf) out. Maximum and sum stay
+    # apart until the end: in their log-sum-exp a large maximum would round the sum away.
     peak = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
     exponentials = logits.sub_(peak.unsqueeze(1)).exp_()
-    lse = exponentials.sum(1).log_() + peak
+    total, top = exponentials.sum(1), peak
     if axis.size > 1:
-        every = issue_all_gather(torch.stack([lse, target]), axis, 0).wait().view(axis.size, 2, -1)
-        lse, target = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-    losses = torch.where(counts, lse - target + z_loss * lse.square(), 0)
-    if with_gradient:
-        # d/dlogits: softmax · (1 + 2z·lse) − onehot, where exp(l − peak) already stands in place of the logits.
-        scale = torch.where(counts, (peak - lse).exp_() * (1 + 2 * z_loss * lse), 0)
-        exponentials.mul_(scale.unsqueeze(1)).scatter_add_(1, column, -here.to(logits.dtype).unsqueeze(1))
+        every = issue_all_gather(torch.stack([peak, total, target]), axis, 0).wait().view(axis.size, 3, -1)
+        top = every[:, 0].amax(0)
+        total = (every[:, 1] * (every[:, 0] - top).exp_()).sum(0)
+        target = every[:, 2].sum(0)
+    losses = total.log() + (top - target)
+    weight = (peak - top).exp_() / total  # exp(l − peak) times this is the softmax
+    if z_loss:
+        lse = total.log() + top
+        losses, weight = losses + z_loss * lse.square(), weight * (1 + 2 * z_loss * lse)
+    losses = torch.where(counts, losses, 0)
+    if with_gradient:  # softmax − onehot, which takes the place of the logits
+        scale = torch.where(counts, weight, 0).unsqueeze(1)
+        exponentials.mul_(scale).scatter_add_(1, column, -here.to(logits.dtype).unsqueeze(1))
     return losses
 
 
