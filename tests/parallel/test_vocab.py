@@ -331,7 +331,7 @@ def test_fused_takes_bfloat16():
 @pytest.mark.parametrize("chunk", [None, 1, 5])
 @pytest.mark.ranks(2, 4)
 def test_the_loss_moves_numbers_per_token_and_never_logits(chunk):
-    """Two numbers a token and rank, log-sum-exp and target logit: nothing that grows with the vocabulary."""
+    """Three numbers a token and rank, maximum, sum and target logit: nothing that grows with the vocabulary."""
     axis = Mesh(tp=dist.get_world_size()).tp
     torch.set_default_dtype(torch.float64)
     words, tokens = 400, 24

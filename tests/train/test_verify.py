@@ -9,7 +9,7 @@ from megalite.config import Config, MeshConfig, ModelConfig, TrainConfig, check,
 from megalite.model.presets import PRESETS
 from megalite.parallel.ddp import GradientBuckets
 from megalite.testing import run_ranks
-from megalite.train import gradients
+from megalite.train import gradients, step
 from megalite.train.verify import shrunk, verify
 
 
@@ -87,6 +87,19 @@ def test_gradients_that_do_not_travel_over_dp_are_named():
     found = failed(rows(twin("llama-tiny", 2, 1), plant))
     assert "gradient norm" in found and "gradient of embedding.weight" in found
     assert "loss of step 1" not in found
+
+
+def test_a_mean_of_the_ranks_means_is_found_out():
+    def plant(patch):
+        over = step._over
+
+        def own_count_for_all(axis, value):
+            return over(axis, value) if value.is_floating_point() else value.repeat(axis.size)
+
+        patch.setattr(step, "_over", own_count_for_all)
+
+    found = failed(rows(twin("llama-tiny", 2, 1), plant))
+    assert {"loss of step 1", "gradient norm", "gradient of embedding.weight"} <= set(found)
 
 
 def test_a_norm_that_is_wrong_in_the_ninth_digit_is_named():
