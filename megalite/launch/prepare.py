@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config) -> None:
-    """Make `data.corpus` in `data.paths[0]` unless something is there; then open everything and look at the ids.
+    """Make `data.corpus` in `data.paths[0]` unless something is there; open all data and look at the ids; make `run.dir`.
 
     Raises ConfigError and DataError, as a rank would later.
     """
@@ -30,6 +31,12 @@ def prepare(config: Config) -> None:
             tokenize_visibly(standard_library(), Path(data.paths[0]), None, config.model.vocab_size)
     for file in open_data(config).files:
         file.check_ids(config.model.vocab_size)
+    try:
+        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.run.dir).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"run.dir: {config.run.dir} given: {reason}; a folder that can be written would do") from None
 
 
 def tokenize_visibly(paths: Sequence[Path], folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> None:

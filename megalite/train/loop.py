@@ -64,13 +64,13 @@ def pretrain(config: Config, device: torch.device) -> None:
         dist.barrier()
     peak = mesh.size * peak_flops(device, model.embedding.weight.dtype)
     flops = flops_per_token(config.model, train.seq_len)
-    metrics = None
+    progress, metrics, entropy = TrainingProgress(train.steps, speaks), None, math.nan
     if speaks:
         folder = Path(config.run.dir)
         metrics = MetricsFile(folder / "metrics.jsonl")
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    progress = TrainingProgress(train.steps, speaks)
-    progress.say(_opening(config, mesh, model, data, device) if speaks else "")
+        entropy = unigram_entropy(data.train)
+        progress.say(_opening(config, model, data, entropy, device))
     seen, started = 0, time.perf_counter()
     try:
         for index in range(train.steps):
@@ -98,7 +98,7 @@ def pretrain(config: Config, device: torch.device) -> None:
             progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"))
         progress.close()
         if speaks:
-            progress.say(_closing(line, data, config))
+            progress.say(_closing(line, entropy, config))
         if train.sample_tokens and mesh.dp.rank == 0:
             text = _sample(model, data, config, device)
             if speaks:
@@ -129,11 +129,10 @@ def validate(model: GPT, sampler: Sampler, config: Config, device: torch.device)
     return total.item() / (config.train.validation_batches * batch * config.train.seq_len)
 
 
-def _opening(config: Config, mesh: Mesh, model: GPT, data: Batches, device: torch.device) -> str:
+def _opening(config: Config, model: GPT, data: Batches, entropy: float, device: torch.device) -> str:
     held = sum(parameter.numel() for parameter in model.parameters())
     size = config.mesh
     tokens = sum(len(file) for file in data.files)
-    entropy = unigram_entropy(data.train)
     return (
         f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
         f"{held / 1e6:.2f} M parameters a rank; {tokens / 1e6:.2f} M tokens\n"
@@ -142,11 +141,10 @@ def _opening(config: Config, mesh: Mesh, model: GPT, data: Batches, device: torc
     )
 
 
-def _closing(line: dict[str, float], data: Batches, config: Config) -> str:
+def _closing(line: dict[str, float], entropy: float, config: Config) -> str:
     last = f"loss {line['loss']:.3f}" + (f", validation loss {line['val_loss']:.3f}" if "val_loss" in line else "")
     return (
-        f"{last} nats a token after {line['tokens'] / 1e6:.2f} M tokens; "
-        f"unigram entropy {unigram_entropy(data.train):.3f}\n"
+        f"{last} nats a token after {line['tokens'] / 1e6:.2f} M tokens; unigram entropy {entropy:.3f}\n"
         f"metrics in {Path(config.run.dir) / 'metrics.jsonl'}"
     )
 
