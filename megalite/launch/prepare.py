@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config) -> None:
-    """Make `data.corpus` in `data.paths[0]` unless something is there; open all data and look at the ids; make `run.dir`.
+    """Make `data.corpus` in `data.paths[0]` unless something is there, look at all data, make `run.dir`.
 
     Raises ConfigError and DataError, as a rank would later.
     """
