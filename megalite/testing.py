@@ -111,7 +111,8 @@ def assert_matches_dense(
 
     An output of another shape than the twin's must be split along one dim. Gradients of parameters whose Shard is
     partial are summed, as the training step does. Raises AssertionError naming the first tensor that diverges, its
-    relative error and the allowed one; ValueError where parameters of the two cannot be matched.
+    relative error and the allowed one; where parameters of the two cannot be matched, ValueError (within RanksFailed
+    where it starts the ranks itself).
     """
     __tracebackhide__ = True
 
