@@ -1,7 +1,8 @@
 """Warm ranks for `megalite.testing`: processes kept between calls, and what a call on them came to.
 
     idle ──call──▶ joined ──function──▶ answered ──all have answered──▶ idle
-                               └── one raises, dies or hangs: all are ended; the next pool begins with new ones
+     ▲                         └── one raises, dies or hangs: all are ended; the next pool begins with new ones
+     └── one that dies here is replaced
 
 Each call has a process group of its own, met through a file, and finds the processes as the first call did: one thread,
 float32, gradients on, generators seeded alike. A rank that failed answers and then holds still with its connections
@@ -63,8 +64,8 @@ class Worker:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.output, self.stack = folder / f"{number}.output", folder / f"{number}.stack"
-        self.output.touch()
-        self.stack.touch()
+        self.output.write_text("")  # also where this one follows a process that died
+        self.stack.write_text("")
         self.process, self.pipe = forkserver.start(_serve, str(self.output), str(self.stack))
 
     def answer(self) -> Returned | Failed | None:
@@ -108,6 +109,7 @@ class RankPool:
 
         Prints what the ranks print, when they are through. Closes the pool unless all of them return.
         """
+        self._replace_dead()
         while len(self.workers) < size:
             self.workers.append(Worker(self.folder, len(self.workers)))
         workers = self.workers[:size]
@@ -116,7 +118,8 @@ class RankPool:
             store = str(self.folder / f"{self.calls}.store")
             self.calls += 1
             for rank, worker in enumerate(workers):
-                worker.pipe.send((rank, size, store, timeout, sys.path, os.getcwd(), task))
+                with suppress(ConnectionError):  # it has just died, as its answer will say
+                    worker.pipe.send((rank, size, store, timeout, sys.path, os.getcwd(), task))
             self._gather(workers, outcomes, timeout)
         finally:
             for rank, worker in enumerate(workers):
@@ -124,10 +127,21 @@ class RankPool:
                     print(f"rank {rank}: {line}")
             if all(isinstance(outcomes.get(rank), Returned) for rank in range(size)):
                 for worker in workers:
-                    worker.pipe.send(None)
+                    with suppress(ConnectionError):  # died since its answer; the next call replaces it
+                        worker.pipe.send(None)
             else:
                 self.close()
         return [outcomes[rank] for rank in range(size)]
+
+    def _replace_dead(self) -> None:
+        """Put a new process in the place of each that died between two calls; a line on stderr says so."""
+        for rank, worker in enumerate(self.workers):
+            # An idle worker says nothing: what there is to read is the end, which is_alive learns a little later.
+            if worker.pipe.poll() or not worker.process.is_alive():
+                how, last = forkserver.how_it_ended(worker.process), worker.take_output()[-1:]
+                print(f"rank {rank} {': '.join([how, *last])} (between two calls; started anew)", file=sys.stderr)
+                worker.pipe.close()
+                self.workers[rank] = Worker(self.folder, rank)
 
     @staticmethod
     def _gather(workers: list[Worker], outcomes: dict[int, Returned | Failed], timeout: float) -> None:

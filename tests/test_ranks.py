@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,19 @@ def test_processes_are_kept_and_added():
     pids = run_ranks(os.getpid, 2)
     assert run_ranks(os.getpid, 3)[:2] == pids
     assert run_ranks(os.getpid, 1) == pids[:1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_process_that_died_between_two_calls_is_replaced(number, capfd):
+    pids = run_ranks(os.getpid, 3)
+    os.kill(pids[1], number)
+    while Path(f"/proc/{pids[1]}").exists():  # until the signal has done its work
+        time.sleep(0.01)
+    after = run_ranks(os.getpid, 3)
+    assert after[0] == pids[0] and after[1] != pids[1] and after[2] == pids[2]
+    assert capfd.readouterr().err == f"rank 1 died of {number.name} (between two calls; started anew)\n"
+    assert run_ranks(dist.get_world_size, 3) == [3, 3, 3]
+    assert capfd.readouterr().err == ""
 
 
 def test_four_warm_ranks_start_in_well_under_half_a_second():
