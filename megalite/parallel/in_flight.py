@@ -6,6 +6,7 @@ whenever it runs (traffic.py), compiled or not. They have no gradient; collectiv
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,20 @@ class Pending:
 
     join: the dim along which the leading dim (one entry a rank) is joined; None where there is none
     summed: whether the leading dim (one summand a rank) is still to be summed
+    shape: what a flat buffer is seen as; None: it is not flat
     """
 
     buffer: Tensor
     join: int | None = None
     summed: bool = False
+    shape: tuple[int, ...] | None = None
 
     def wait(self) -> Tensor:
         x = torch.ops._c10d_functional.wait_tensor(self.buffer)
         if self.summed:
             return x.sum(0)
+        if self.shape is not None:
+            return x.view(self.shape)
         if self.join is None:
             return x
         return x.movedim(0, self.join).flatten(self.join, self.join + 1)
@@ -67,6 +72,17 @@ def issue_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
 def issue_all_to_all(x: Tensor, axis: Axis, dim: int, concat_dim: int) -> Pending:
     """Start sending slice i along `dim` to rank i, to join what arrives along `concat_dim`."""
     return Pending(_swap(_stack(x, axis, dim), axis, "all_to_all"), join=concat_dim)
+
+
+def issue_shift(x: Tensor, axis: Axis, by: int, arriving: tuple[int, ...]) -> Pending:
+    """Start sending `x` to the rank `by` places on, and receiving from as many back a tensor of shape `arriving`.
+
+    Every rank of the axis takes part, with an empty tensor where it has nothing to send.
+    """
+    to, come_from = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
+    size = math.prod(arriving)
+    buffer = torch.ops.megalite.shift(x.flatten(), axis.name, axis.size, _group(axis), to, come_from, size)
+    return Pending(buffer, shape=arriving)
 
 
 def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -161,3 +177,17 @@ def _reduce_scatter(x: Tensor, axis: str, size: int, group: str) -> Tensor:
 def _all_to_all(x: Tensor, axis: str, size: int, group: str, counted_as: str) -> Tensor:
     _record(axis, size, counted_as, x)
     return _c10d.all_to_all_single(x, [1] * size, [1] * size, group)
+
+
+@_operator(
+    "shift(Tensor x, str axis, int size, str group, int to, int come_from, SymInt arriving) -> Tensor",
+    lambda x, axis, size, group, to, come_from, arriving: x.new_empty(arriving),
+)
+def _shift(x: Tensor, axis: str, size: int, group: str, to: int, come_from: int, arriving: int) -> Tensor:
+    # not send and recv: this runs on every backend, gloo's with CUDA tensors included, and cannot deadlock
+    _record(axis, size, "shift", x)
+    received, sent = (
+        [number if rank == other else 0 for rank in range(size)]
+        for other, number in ((come_from, arriving), (to, x.numel()))
+    )
+    return _c10d.all_to_all_single(x, received, sent, group)
