@@ -6,6 +6,10 @@
                               dp   0  1  2
                                ▼   3  4  5
 
+sp is cut once more, into ring × ulysses with ulysses innermost, the two ways of sharing attention over a sequence:
+
+    sp rank = ring · |ulysses| + ulysses
+
 Neighbours along tp are neighbours in rank, so that tensor parallelism, which talks most, stays inside a
 machine. Rank ↔ coordinates is arithmetic on integers; process groups come from PyTorch's DeviceMesh, so that
 its own tools accept them. An axis of size one has no group and its collectives are the identity: `Mesh()` needs
@@ -77,7 +81,10 @@ class Mesh:
     """dp × pp × sp × tp over all ranks of the process group, or the mesh of one.
 
     dp: data parallel   pp: pipeline   sp: sequence inside attention   tp: tensor parallel
-    ulysses: how much of sp trades tokens for heads (the rest is a ring); None leaves the choice to the model
+    ulysses: how many ranks of sp trade tokens for heads, the rest of sp being a ring; None: one, all of sp is a ring
+
+    Its axes are dp, pp, sp and tp, the two that sp is made of, ring and ulysses, and
+    replicas: dp × sp, the ranks that hold equal weights, over which gradients and losses are summed; dp outermost
 
     Raises ValueError where the product of the sizes is neither one nor the number of ranks.
     """
@@ -86,15 +93,18 @@ class Mesh:
     pp: Axis
     sp: Axis
     tp: Axis
+    ring: Axis
+    ulysses: Axis
+    replicas: Axis
 
     def __init__(self, dp: int = 1, pp: int = 1, sp: int = 1, tp: int = 1, ulysses: int | None = None) -> None:
         self.sizes = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
         for name, size in self.sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh.{name}: {size!r} given; a whole number of at least 1 would do")
-        if ulysses is not None and (ulysses < 1 or sp % ulysses):
-            raise ValueError(f"mesh.ulysses: {ulysses} given; a divisor of sp={sp} would do")
-        self.ulysses = ulysses
+        ulysses = 1 if ulysses is None else ulysses
+        if not isinstance(ulysses, int) or ulysses < 1 or sp % ulysses:
+            raise ValueError(f"mesh.ulysses: {ulysses!r} given; a divisor of sp={sp} would do")
         self.size = math.prod(self.sizes.values())
         self.device_mesh: DeviceMesh | None = None
         self.rank = 0
@@ -104,6 +114,8 @@ class Mesh:
         for name, size in self.sizes.items():
             group = self.device_mesh.get_group(name) if self.device_mesh is not None and size > 1 else None
             setattr(self, name, Axis(name, size, where[name], group))
+        self.ring, self.ulysses = self._parts_of_sp(sp // ulysses, ulysses)
+        self.replicas = self._replicas()
 
     def _join(self) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -115,6 +127,27 @@ class Mesh:
         self.rank = dist.get_rank()
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.device_mesh = init_device_mesh(device, tuple(self.sizes.values()), mesh_dim_names=AXES)
+
+    def _parts_of_sp(self, ring: int, ulysses: int) -> tuple[Axis, Axis]:
+        """The axes ring and ulysses; where one of them is all of sp, it is reached by sp's group."""
+        ring_rank, ulysses_rank = divmod(self.sp.rank, ulysses)
+        ring_group = ulysses_group = self.sp.group
+        if ring > 1 and ulysses > 1:
+            assert self.device_mesh is not None
+            parts = self.device_mesh._unflatten("sp", (ring, ulysses), ("ring", "ulysses"))
+            ring_group, ulysses_group = parts.get_group("ring"), parts.get_group("ulysses")
+        return (
+            Axis("ring", ring, ring_rank, ring_group if ring > 1 else None),
+            Axis("ulysses", ulysses, ulysses_rank, ulysses_group if ulysses > 1 else None),
+        )
+
+    def _replicas(self) -> Axis:
+        """dp × sp; where one of them has one rank, it is the other."""
+        if self.sp.size == 1 or self.dp.size == 1:
+            return self.dp if self.sp.size == 1 else self.sp
+        assert self.device_mesh is not None
+        group = self.device_mesh["dp", "sp"]._flatten("replicas").get_group()
+        return Axis("dp×sp", self.dp.size * self.sp.size, self.dp.rank * self.sp.size + self.sp.rank, group)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())}, rank={self.rank})"

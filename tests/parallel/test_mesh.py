@@ -59,6 +59,7 @@ def test_the_mesh_of_one_needs_no_process_group():
     mesh = Mesh()
     assert (mesh.size, mesh.rank, mesh.device_mesh) == (1, 0, None)
     assert [mesh.dp, mesh.pp, mesh.sp, mesh.tp] == [Axis(name) for name in AXES]
+    assert [mesh.ring, mesh.ulysses, mesh.replicas] == [Axis("ring"), Axis("ulysses"), Axis("dp")]
     assert not mesh.tp.overlaps
     assert repr(mesh) == "Mesh(dp=1, pp=1, sp=1, tp=1, rank=0)"
 
@@ -69,10 +70,10 @@ def test_a_size_that_is_none_is_an_error(size):
         Mesh(tp=size)
 
 
-def test_ulysses_divides_sp():
-    with pytest.raises(ValueError, match=r"mesh\.ulysses: 2 given; a divisor of sp=1 would do"):
-        Mesh(ulysses=2)
-    assert Mesh(ulysses=1).ulysses == 1
+@pytest.mark.parametrize(("sp", "ulysses"), [(1, 2), (4, 3), (4, 8), (1, 0), (1, -1), (2, 1.0), (2, "2")])
+def test_ulysses_divides_sp(sp, ulysses):
+    with pytest.raises(ValueError, match=f"mesh.ulysses: {ulysses!r} given; a divisor of sp={sp} would do"):
+        Mesh(sp=sp, ulysses=ulysses)
 
 
 def test_more_ranks_than_were_started_is_an_error():
@@ -111,6 +112,46 @@ def test_groups_hold_the_ranks_of_their_axis(sizes):
         assert own == rank
         where = coordinates(rank, names)
         assert found == {name: (where[name], axis_ranks(rank, name, names)) for name in AXES}
+
+
+MESHES_OF_SP = [  # dp, pp, sp, tp, ulysses
+    (1, 1, 1, 1, None), (2, 1, 1, 1, 1), (1, 1, 2, 1, None), (1, 1, 2, 1, 2), (1, 1, 4, 1, None), (1, 1, 4, 1, 2),
+    (1, 1, 4, 1, 4), (2, 1, 2, 1, 2), (2, 1, 1, 2, 1), (2, 1, 2, 2, 1), (2, 1, 2, 2, 2), (2, 1, 4, 1, 2),
+    (1, 1, 4, 2, 2), (1, 1, 8, 1, 2), (1, 1, 8, 1, 4), (2, 2, 2, 1, 2), (1, 1, 6, 1, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", MESHES_OF_SP, ids=str)
+def test_ring_ulysses_and_replicas_hold_the_ranks_that_their_docstrings_say(sizes):
+    """Each rank gathers the numbers of all ranks of an axis, by the group of that axis."""
+
+    def seen():
+        mesh = Mesh(*sizes)
+        found = {}
+        for name in ("ring", "ulysses", "replicas"):
+            axis = getattr(mesh, name)
+            assert (axis.group is None) == (axis.size == 1)
+            ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
+            if axis.group is None:
+                ranks[0] += mesh.rank
+            else:
+                dist.all_gather(ranks, torch.tensor([mesh.rank]), group=axis.group)
+            found[name] = (axis.name, axis.rank, [int(rank) for rank in ranks])
+        shared = mesh.ulysses.group is mesh.sp.group or mesh.ring.group is mesh.sp.group
+        assert shared == (1 in (mesh.ring.size, mesh.ulysses.size))  # no group is made where sp's will do
+        return found
+
+    dp, pp, sp, tp, ulysses = sizes
+    ulysses = ulysses or 1
+    every = {"dp": dp, "pp": pp, "ring": sp // ulysses, "ulysses": ulysses, "tp": tp}
+    whole = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
+    for rank, found in enumerate(run_ranks(seen, math.prod(whole.values()))):
+        where, at = coordinates(rank, every), coordinates(rank, whole)
+        for name in ("ring", "ulysses"):
+            assert found[name] == (name, where[name], axis_ranks(rank, name, every))
+        name = "dp" if sp == 1 else "sp" if dp == 1 else "dp×sp"
+        replicas = [rank_at({**at, "dp": d, "sp": s}, whole) for d in range(dp) for s in range(sp)]
+        assert found["replicas"] == (name, at["dp"] * sp + at["sp"], replicas)
 
 
 @pytest.mark.ranks(4)
