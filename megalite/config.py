@@ -27,6 +27,7 @@ class ModelConfig:
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4·hidden, or 8/3·hidden rounded up to 64 where gated
     max_seq_len: int = 2048
+    window: int = 0  # a token sees at most this many, itself included; 0: all before it
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -53,12 +54,15 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """dp × pp × sp × tp ranks. dp = 0: what the number of ranks leaves over."""
+    """dp × pp × sp × tp ranks, sp being ring × ulysses. dp = 0: what the number of ranks leaves over."""
 
     dp: int = 0
     pp: int = 1
     sp: int = 1
     tp: int = 1
+    ulysses: int = 0  # ranks of sp that trade tokens for heads, the rest being a ring; 0: chosen from the kv heads
+    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"  # order of the tokens over the ring
+    keep_kv: bool = False  # the ring's k, v are kept for backward and not sent again: half the bytes, more memory
     sequence_parallel: bool = True  # between the linears, tokens are split over tp (Megatron)
     bucket_mb: float = 25.0  # of gradients that travel together over dp, in MiB
 
@@ -66,6 +70,20 @@ class MeshConfig:
     def size(self) -> int:
         """How many ranks, once dp is known."""
         return self.dp * self.pp * self.sp * self.tp
+
+    @property
+    def ring(self) -> int:
+        """What ulysses, once known, leaves of sp."""
+        return self.sp // self.ulysses
+
+    @property
+    def sequence_divisor(self) -> int:
+        """What a sequence must be a multiple of, once ulysses is known: zigzag cuts it in two pieces a ring rank."""
+        return math.lcm(self.sp, 2 * self.ring if self.layout == "zigzag" and self.ring > 1 else 1)
+
+    def chosen_ulysses(self, kv_heads: int) -> int:
+        """The most ranks of sp over which the kv heads that a tp rank holds divide, of `kv_heads` in the model."""
+        return math.gcd(self.sp, max(1, kv_heads // self.tp))
 
     def resolved(self, ranks: int) -> MeshConfig:
         """With dp filled in for `ranks` ranks; a ConfigError where the product is another."""
@@ -87,6 +105,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()  # empty: in proportion to their sizes
     validation: float = 0.01  # the last part of every source, in fractions of it
     corpus: Literal["", "stdlib"] = ""  # made in paths[0] where nothing is yet: this Python's standard library
+    separate_documents: bool = False  # documents in one sequence do not see each other
 
 
 @dataclass(frozen=True)
@@ -147,8 +166,9 @@ INF = math.inf
 BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.vocab_size": (1, 2**32), "model.hidden": (1, INF), "model.layers": (1, INF), "model.heads": (1, INF),
     "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
-    "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
-    "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF), "mesh.bucket_mb": (0.001, INF),
+    "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
+    "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
+    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF),
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
     "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
@@ -182,9 +202,8 @@ def check(config: Config) -> Config:
         raise ConfigError(
             f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do"
         )
-    for name in ("pp", "sp"):
-        if getattr(mesh, name) > 1:
-            raise ConfigError(f"mesh.{name}: {getattr(mesh, name)} given; only 1 would do in this version")
+    if mesh.pp > 1:
+        raise ConfigError(f"mesh.pp: {mesh.pp} given; only 1 would do in this version")
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
@@ -207,10 +226,14 @@ def check(config: Config) -> Config:
 
 
 def resolve(config: Config, ranks: int | None = None) -> Config:
-    """The config for `ranks` ranks (None: as many as it asks for), dp filled in and the batch known to divide."""
+    """The config for `ranks` ranks (None: as many as it asks for).
+
+    dp and ulysses are filled in, and batch, sequence and heads are known to divide.
+    """
     mesh = config.mesh
     others = mesh.pp * mesh.sp * mesh.tp
     mesh = mesh.resolved(ranks if ranks is not None else mesh.dp * others if mesh.dp else max(config.run.ranks, others))
+    mesh = _sequence_cut(mesh, config.model, config.train.seq_len)
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % mesh.dp:
         raise ConfigError(f"train.global_batch: {batch} given; a multiple of mesh.dp={mesh.dp} would do")
@@ -219,3 +242,23 @@ def resolve(config: Config, ranks: int | None = None) -> Config:
             f"train.micro_batch: {micro} given; a divisor of {batch // mesh.dp}, a rank's share of the batch, would do"
         )
     return dataclasses.replace(config, mesh=mesh)
+
+
+def _sequence_cut(mesh: MeshConfig, model: ModelConfig, seq_len: int) -> MeshConfig:
+    """With ulysses filled in; a ConfigError where it does not divide sp and heads, or the sequence does not divide."""
+    if mesh.ulysses and mesh.sp % mesh.ulysses:
+        raise ConfigError(f"mesh.ulysses: {mesh.ulysses} given; a divisor of mesh.sp={mesh.sp} would do")
+    mesh = dataclasses.replace(mesh, ulysses=mesh.ulysses or mesh.chosen_ulysses(model.kv_heads))
+    heads = model.heads // mesh.tp
+    if heads % mesh.ulysses:
+        most = math.gcd(mesh.sp, heads)
+        raise ConfigError(
+            f"mesh.ulysses: {mesh.ulysses} given; {f'a divisor of {most}' if most > 1 else 1} would do, since a tp "
+            f"rank has {heads} heads: the rest of mesh.sp={mesh.sp} becomes a ring"
+        )
+    if seq_len % mesh.sequence_divisor:
+        over = (
+            f"a {mesh.layout} ring of {mesh.ring} × ulysses {mesh.ulysses}" if mesh.ring > 1 else f"mesh.sp={mesh.sp}"
+        )
+        raise ConfigError(f"train.seq_len: {seq_len} given; a multiple of {mesh.sequence_divisor} would do, for {over}")
+    return mesh

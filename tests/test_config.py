@@ -1,6 +1,7 @@
 """Settings: a mistake is one line with the setting, what was given and what would do; what is right is kept."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from megalite.config import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    check,
     resolve,
 )
 from megalite.config_file import load, to_toml
 from megalite.errors import ConfigError
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
+from megalite.parallel.layout import LAYOUTS, sequence_divisor
 
 HUGE = "9" * 400  # an integer that no float holds
 
@@ -30,7 +33,7 @@ BAD = [
     (["model.vocabsize=4"], None, "model.vocabsize: no such setting", "did you mean 'vocab_size'?"),
     (["train.global_batchs=4"], None, "train.global_batchs: no such setting", "did you mean 'global_batch'?"),
     (["optimizer.learning_rate=1"], None, "optimizer.learning_rate: no such setting", "weight_decay"),
-    (["mesh.zz=1"], None, "mesh.zz: no such setting", "one of bucket_mb, dp, pp, sequence_parallel, sp, tp would do"),
+    (["mesh.zz=1"], None, "mesh.zz: no such setting", "one of bucket_mb, dp, keep_kv, layout, pp, "),
     (["mesh.tp.x=1"], None, "mesh.tp.x: no such setting", ""),
     (["model.preset=lama-tiny"], None, "model.preset: 'lama-tiny' given", "did you mean 'llama-tiny'?"),
     (["model.preset=bert"], None, "model.preset: 'bert' given", "gpt2-tiny"),
@@ -62,6 +65,9 @@ BAD = [
     (["model.positions=alibi"], None, "model.positions: 'alibi' given", "'rope' or 'learned' would do"),
     (["model.activation=relu"], None, "model.activation: 'relu' given", "'swiglu' or 'gelu' or 'gelu_tanh' would do"),
     (["optimizer.schedule=linear"], None, "optimizer.schedule: 'linear' given", "'cosine' or 'wsd'"),
+    (["mesh.layout=spiral"], None, "mesh.layout: 'spiral' given", "'contiguous' or 'zigzag' or 'striped' would do"),
+    (["mesh.keep_kv=1"], None, "mesh.keep_kv: 1 given", "true or false would do"),
+    (["data.separate_documents=1"], None, "data.separate_documents: 1 given", "true or false would do"),
     (["data.corpus=web"], None, "data.corpus: 'web' given", "'stdlib' would do"),
     (["data.paths=[1]"], None, "data.paths[0]: 1 given", "a string would do"),
     (["data.paths=true"], None, "data.paths: True given", "a list would do"),
@@ -85,6 +91,8 @@ BAD = [
     (["model.head_dim=-2"], None, "model.head_dim: -2 given", "1 or more would do"),
     (["model.ffn=-1"], None, "model.ffn: -1 given", "1 or more would do"),
     (["model.norm_eps=-1e-5"], None, "model.norm_eps: -1e-05 given", "0 to 1 would do"),
+    (["model.window=-1"], None, "model.window: -1 given", "0 or more would do"),
+    (["mesh.ulysses=-1"], None, "mesh.ulysses: -1 given", "0 or more would do"),
     (["mesh.dp=-1"], None, "mesh.dp: -1 given", "0 or more would do"),
     (["mesh.tp=0"], None, "mesh.tp: 0 given", "1 or more would do"),
     (["mesh.bucket_mb=0"], None, "mesh.bucket_mb: 0.0 given", "0.001 or more would do"),
@@ -107,7 +115,25 @@ BAD = [
     (["model.head_dim=3"], None, "model.head_dim: 3 given", "an even number would do"),
     (["train.seq_len=4096"], None, "train.seq_len: 4096 given", "at most model.max_seq_len=2048 would do"),
     (["mesh.pp=2"], None, "mesh.pp: 2 given", "only 1 would do in this version"),
-    (["mesh.sp=2"], None, "mesh.sp: 2 given", "only 1 would do in this version"),
+    (["mesh.sp=4", "mesh.ulysses=3"], None, "mesh.ulysses: 3 given", "a divisor of mesh.sp=4 would do"),
+    (["mesh.sp=2", "mesh.ulysses=4"], None, "mesh.ulysses: 4 given", "a divisor of mesh.sp=2 would do"),
+    (["mesh.sp=8", "mesh.ulysses=8"], None, "mesh.ulysses: 8 given; a divisor of 4", "the rest of mesh.sp=8 becomes"),
+    (["mesh.sp=8", "mesh.tp=2", "mesh.ulysses=8"], None, "mesh.ulysses: 8 given; a divisor of 2", "has 2 heads"),
+    (["mesh.sp=3", "mesh.ulysses=3"], None, "mesh.ulysses: 3 given; 1 would do", "mesh.sp=3 becomes a ring"),
+    (
+        ["mesh.sp=3", "train.seq_len=255"],
+        None,
+        "train.seq_len: 255 given; a multiple of 6",
+        "a zigzag ring of 3 × ulyss",
+    ),
+    (["mesh.sp=3", "mesh.layout=striped"], None, "train.seq_len: 256 given; a multiple of 3", "a striped ring of 3 × "),
+    (["mesh.sp=4", "train.seq_len=254"], None, "train.seq_len: 254 given; a multiple of 4 would do", "mesh.sp=4"),
+    (
+        ["mesh.sp=8", "train.seq_len=252"],
+        None,
+        "train.seq_len: 252 given; a multiple of 8 would do",
+        "ring of 2 × ulys",
+    ),
     (["mesh.tp=3"], None, "mesh.tp: 3 given", "a divisor of model.heads=4 would do"),
     (["model.heads=6", "model.hidden=48", "model.kv_heads=2", "mesh.tp=3"], None, "mesh.tp: 3 given", "kv_heads=2"),
     (["model.ffn=130", "mesh.tp=4"], None, "mesh.tp: 4 given", "a divisor of model.ffn=130 would do"),
@@ -120,6 +146,7 @@ BAD = [
     (["mesh.tp=2"], 3, "mesh: dp free × pp 1 × sp 1 × tp 2 cannot be 3 ranks", "so that the product is 3"),
     (["mesh.tp=4"], 2, "mesh: dp free × pp 1 × sp 1 × tp 4 cannot be 2 ranks", "start 4"),
     (["mesh.tp=2", "run.ranks=3"], None, "mesh: dp free × pp 1 × sp 1 × tp 2 cannot be 3 ranks", "start 2"),
+    (["mesh.sp=4"], 6, "mesh: dp free × pp 1 × sp 4 × tp 1 cannot be 6 ranks", "start 4"),
     (["mesh.dp=3"], None, "train.global_batch: 8 given", "a multiple of mesh.dp=3 would do"),
     (["train.micro_batch=3"], None, "train.micro_batch: 3 given", "a divisor of 8, a rank's share"),
     (["mesh.dp=2", "train.micro_batch=8"], None, "train.micro_batch: 8 given", "a divisor of 4, a rank's share"),
@@ -246,10 +273,48 @@ def test_without_ranks_the_config_says_how_many():
     assert resolve(load(None, ["run.ranks=4", "mesh.tp=2"])).mesh.dp == 2
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "sp", "ulysses"),
+    [
+        (8, 8, 1, 1, 1),
+        (8, 8, 1, 4, 4),
+        (8, 8, 1, 16, 8),
+        (8, 4, 1, 8, 4),
+        (8, 4, 2, 8, 2),  # 2 kv heads a rank
+        (8, 2, 4, 8, 1),  # less than one: all a ring
+        (6, 6, 1, 4, 2),
+        (6, 6, 1, 3, 3),
+        (5, 5, 1, 8, 1),
+    ],
+)
+def test_ulysses_is_chosen_from_the_kv_heads_of_a_rank(heads, kv_heads, tp, sp, ulysses):
+    model = ModelConfig(heads=heads, kv_heads=kv_heads, hidden=8 * heads, ffn=64)
+    config = Config(model, MeshConfig(tp=tp, sp=sp), train=TrainConfig(seq_len=480))
+    mesh = resolve(check(config)).mesh
+    assert (mesh.ulysses, mesh.ring, mesh.size) == (ulysses, sp // ulysses, tp * sp)
+    assert resolve(dataclasses.replace(config, mesh=mesh)).mesh == mesh
+
+
+def test_ulysses_that_is_given_is_kept():
+    """Also beyond the kv heads: those are then held by several ranks."""
+    for ulysses in (1, 2, 4):
+        assert resolve(load(None, ["mesh.sp=4", f"mesh.ulysses={ulysses}", "model.kv_heads=1"])).mesh.ulysses == ulysses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_must_divide_as_the_layout_wants_it(layout):
+    for ring, ulysses in itertools.product(range(1, 13), repeat=2):
+        mesh = MeshConfig(sp=ring * ulysses, ulysses=ulysses, layout=layout)
+        assert mesh.ring == ring
+        assert mesh.sequence_divisor == sequence_divisor(layout, ring, ulysses)
+
+
 EVERYTHING = Config(
-    ModelConfig(vocab_size=1001, hidden=48, heads=6, kv_heads=3, head_dim=10, ffn=96, norm="layernorm", tied=True),
-    MeshConfig(dp=2, tp=3, sequence_parallel=False, bucket_mb=0.5),
-    DataConfig(("a/b", 'c "quoted" \\ back', "ümläut"), (0.25, 1e-7, 3.0), 0.125, "stdlib"),
+    ModelConfig(
+        vocab_size=1001, hidden=48, heads=6, kv_heads=3, head_dim=10, ffn=96, norm="layernorm", tied=True, window=9
+    ),
+    MeshConfig(2, 1, 6, 3, 2, "striped", True, sequence_parallel=False, bucket_mb=0.5),
+    DataConfig(("a/b", 'c "quoted" \\ back', "ümläut"), (0.25, 1e-7, 3.0), 0.125, "stdlib", True),
     TrainConfig(steps=7, global_batch=4, micro_batch=1, seq_len=65, seed=2**63 - 1, dtype="float64", z_loss=1e-4),
     OptimizerConfig(lr=1e-22, schedule="wsd", warmup=0, beta1=0.0, clip=0.0, eps=0.0),
     RunConfig("runs/x\ty\nz", 6, 12.5),
