@@ -83,13 +83,14 @@ def among(folder: str, module: str) -> set[str]:
 
 
 def test_the_model_takes_from_parallel_only_what_layers_are_made_of():
-    layers = {"mesh", "collectives", "sharding", "parameters", "tensor", "vocab", "sequence"}
+    layers = {"mesh", "collectives", "in_flight", "sharding", "parameters", "tensor", "vocab", "sequence"}
+    layers |= {"layout", "ring", "ulysses"}
     for module in MODULES:
         if part_of(module) == "model":
             assert among("parallel", module) <= layers, module
 
 
-AXIS_FILES = {"tensor", "vocab", "sequence", "ddp"}
+AXIS_FILES = {"tensor", "vocab", "sequence", "ring", "ulysses", "ddp"}
 
 
 def test_mesh_then_collectives_then_the_axis_files():
@@ -99,6 +100,10 @@ def test_mesh_then_collectives_then_the_axis_files():
         "collectives": {"mesh", "in_flight"},
         "sharding": set(),
         "traffic": set(),
+        "layout": set(),
+        "tiles": set(),
+        "kernels": set(),
+        "local_attention": {"kernels", "tiles"},
     }
     for name, allowed in below.items():
         assert among("parallel", f"megalite.parallel.{name}") <= allowed, name
@@ -115,6 +120,8 @@ WITHOUT_TORCH = [
     "megalite.model.presets",
     "megalite.parallel.sharding",
     "megalite.parallel.traffic",
+    "megalite.parallel.layout",
+    "megalite.parallel.tiles",
     "megalite.launch.cli",
     "megalite.pytest_plugin",
 ]

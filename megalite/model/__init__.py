@@ -2,6 +2,7 @@
 
 gpt        embedding, blocks, head            norm       RMSNorm and LayerNorm
 block      the residual pattern               rope       rotary angles at global positions
-attention  qkv, rope, a core, projection      presets    named sizes
+attention  qkv, rope, projection              presets    named sizes
 mlp        gated or plain feed-forward        generate   text from a model
+context    of a batch: positions, what attends
 """

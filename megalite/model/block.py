@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalite.model.rope import Positions
+from megalite.model.context import Context
 
 
 class Block(nn.Module):
@@ -15,6 +15,6 @@ class Block(nn.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def forward(self, x: Tensor, where: Positions) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), where)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context)
         return x + self.mlp(self.mlp_norm(x))

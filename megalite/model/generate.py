@@ -1,4 +1,4 @@
-"""Text from a model: one token at a time, on every rank of its tp axis alike."""
+"""Text from a model: one token at a time, on every rank of its tp and sp axes alike."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def generate(
 ) -> Tensor:
     """`tokens` `[b, s]` followed by `count` more, drawn from the `top_k` likeliest; temperature 0 takes the likeliest.
 
-    Every tp rank draws the same, as logits and seed are the same. The last max_seq_len tokens are attended to.
+    Every tp and sp rank draws the same, as logits and seed are the same. The last max_seq_len tokens are attended to.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].double().cpu()
+        logits = model(tokens[:, -model.config.max_seq_len :], whole=True)[:, -1].double().cpu()
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

@@ -4,7 +4,8 @@
 
 Between embedding and head, tokens are one dim, batch-major: everything but attention treats them alike, and a
 collective over the leading dim needs no copy. With sequence parallelism (sequence.py) each tp rank holds
-b·s / tp of them between the linears.
+b·s / tp of them between the linears. Where the mesh has sp, s is what this rank holds of longer sequences: only
+attention and the positions know (context.py).
 
 Every parameter is drawn whole from (seed, name) and then cut, so that all meshes start from the same weights.
 """
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.block import Block
+from megalite.model.context import Context, context
 from megalite.model.mlp import MLP
 from megalite.model.norm import NORMS, norm
-from megalite.model.rope import positions
 from megalite.parallel.collectives import all_gather, copy, gather
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut, shard_table
 from megalite.parallel.sequence import applied_to_own_tokens
+from megalite.parallel.sharding import split_evenly
 from megalite.parallel.vocab import (
     IGNORE_INDEX,
     VocabParallelEmbedding,
@@ -41,16 +43,26 @@ class GPT(nn.Module):
 
     config: its sizes   mesh: where it is computed   seed: of the weights
     sequence_parallel: between the linears, split tokens over tp; the same mathematics, activations / tp
+    layout, keep_kv: of the ring that sequences are cut over, see ring_attention
 
     Device and dtype are PyTorch's defaults at the time. Raises ValueError where heads, kv heads or ffn do not divide.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh | None = None, *, seed: int = 0, sequence_parallel: bool = True
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None = None,
+        *,
+        seed: int = 0,
+        sequence_parallel: bool = True,
+        layout: str = "zigzag",
+        keep_kv: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh or Mesh()
         tp = self.mesh.tp
+        self.ring = {"layout": layout, "keep_kv": keep_kv}
+        split_evenly(config.heads // tp.size, "ulysses", self.mesh.ulysses.size, "heads of a tp rank")
         self.sequence_parallel = sequence_parallel and tp.size > 1
         dim = 0 if self.sequence_parallel else None
         device = torch.get_default_device()
@@ -92,50 +104,57 @@ class GPT(nn.Module):
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: str = "mean", z_loss: float = 0.0
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
+        reduction: str = "mean",
+        z_loss: float = 0.0,
+        whole: bool = False,
     ) -> Tensor:
         """Logits `[b, s, V]` of tokens `[b, s]`; with targets `[b, s]`, the loss, whose logits never exist whole.
 
+        On a mesh with sp all three are this rank's part of the sequences (`own_positions`), and so is the loss.
+
+        documents: `[b, s]` of whole numbers, only tokens with equal ones see each other, negative ones none
         reduction: "mean" over the targets that are not −100, or "sum", for who divides by the global batch's tokens
         z_loss: weight of (log-sum-exp)² in the loss
-        Both are whole and equal on every tp rank. ValueError for sequences longer than config.max_seq_len.
+        whole: the tokens are whole sequences although the mesh cuts them; every sp rank computes them alike
+        Results are whole and equal on every tp rank. ValueError for sequences longer than config.max_seq_len.
         """
         batch, length = tokens.shape
-        if length > self.config.max_seq_len:
+        mesh = Mesh() if whole else self.mesh
+        if length * mesh.sp.size > self.config.max_seq_len:
             raise ValueError(
-                f"a sequence of {length} tokens given; at most max_seq_len={self.config.max_seq_len} would do"
+                f"a sequence of {length * mesh.sp.size} tokens given; at most max_seq_len={self.config.max_seq_len} "
+                f"would do"
             )
-        tokens, targets = self._padded(tokens, targets)
-        x = self._hidden(tokens)
+        about = context(self.config, mesh, tokens, documents, self.embedding.weight.dtype, **self.ring)
+        x = self._hidden(self._padded(tokens.flatten(), 0), about)
         weight = self.head.weight if self.head is not None else self.embedding.weight
         x = all_gather(x, self.mesh.tp, 0) if self.sequence_parallel else copy(x, self.mesh.tp)
         if targets is None:
-            logits = gather(F.linear(x, weight), self.mesh.tp, -1)
-            return logits.view(batch, -1, logits.shape[-1])[:, :length, : self.config.vocab_size]
+            logits = gather(F.linear(x[: batch * length], weight), self.mesh.tp, -1)
+            return logits.view(batch, length, -1)[:, :, : self.config.vocab_size]
+        targets = self._padded(targets.flatten(), IGNORE_INDEX)
         return vocab_parallel_linear_cross_entropy(
             x, weight, targets, self.mesh.tp, vocab_size=self.config.vocab_size, reduction=reduction, z_loss=z_loss
         )
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        """What the head sees: `[b·s, d]`, or this rank's part of it."""
-        batch, length = tokens.shape
-        x = self.embedding(tokens.flatten())
+    def _hidden(self, tokens: Tensor, about: Context) -> Tensor:
+        """What the head sees of the flat `tokens`: `[b·s, d]`, or this rank's part of it."""
+        x = self.embedding(tokens)
         if self.positions is not None:
-            last = self.config.max_seq_len - 1  # for padding beyond it, which nothing sees
-            where = torch.arange(length, device=tokens.device).clamp_(max=last).repeat(batch)
+            where = self._padded(about.positions.repeat(about.batch), 0)
             if self.sequence_parallel:
                 where = where.view(self.mesh.tp.size, -1)[self.mesh.tp.rank]
             x = x + self.positions(where)
-        turned = positions(self.config, length, like=x)
         for block in self.blocks:
-            x = block(x, turned)
+            x = block(x, about)
         return self.norm(x)
 
-    def _padded(self, tokens: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sequences lengthened on the right until their tokens divide over tp: no earlier token sees them."""
-        batch, length = tokens.shape
-        step = self.mesh.tp.size // math.gcd(batch, self.mesh.tp.size) if self.sequence_parallel else 1
-        more = -length % step
-        if not more:
-            return tokens, targets
-        return F.pad(tokens, (0, more)), None if targets is None else F.pad(targets, (0, more), value=IGNORE_INDEX)
+    def _padded(self, tokens: Tensor, value: int) -> Tensor:
+        """Flat tokens and as many more that they divide over tp; attention leaves these out."""
+        more = -len(tokens) % self.mesh.tp.size if self.sequence_parallel else 0
+        return F.pad(tokens, (0, more), value=value) if more else tokens

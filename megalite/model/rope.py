@@ -7,7 +7,6 @@ Source: Su et al., RoFormer (2021), §3.2.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,22 @@ from torch.autograd import Function
 from megalite.config import ModelConfig
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Where the tokens of a batch stand: what attention must know beyond the tokens themselves.
-
-    seq_len: tokens `[b·s, d]` are b sequences of this length
-    cos, sin: `[s, 1, e/2]`; None where positions are learned
-    """
-
-    seq_len: int
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-
-
-def positions(config: ModelConfig, seq_len: int, like: Tensor) -> Positions:
-    """The positions 0 … seq_len − 1, the tables in the dtype and on the device of `like`."""
-    if config.positions != "rope":
-        return Positions(seq_len)
+def rotary(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `[s, 1, e/2]` of the angles at `positions` `[s]`."""
     half = config.head_dim // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=like.device), frequency).unsqueeze(1)
-    return Positions(seq_len, angle.cos().to(like.dtype), angle.sin().to(like.dtype))
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
+    angle = torch.outer(positions.double(), frequency).unsqueeze(1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotated_qkv(qkv: Tensor, heads: int, kv_heads: int, where: Positions) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a fused `[b, s, heads + 2·kv_heads, e]`, q and k turned by their positions."""
-    if where.cos is None:
+def rotated_qkv(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a fused `[b, s, heads + 2·kv_heads, e]`, q and k turned by their positions; None: as they are."""
+    if cos is None:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
         return q, k, v
-    return _RotatedQKV.apply(qkv, heads, kv_heads, where.cos, where.sin)
+    return _RotatedQKV.apply(qkv, heads, kv_heads, cos, sin)
 
 
 class _RotatedQKV(Function):

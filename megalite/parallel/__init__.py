@@ -5,6 +5,9 @@ collectives  arrows between states of a tensor         vocab       embedding and
 in_flight    one collective, started and awaited       sequence    tokens split between linears     (tp)
 traffic      bytes counted, calls remembered           ddp         gradients in buckets             (dp)
 sharding     Shard: which slice a rank holds           world       joining and leaving the ranks
+layout       which tokens of a sequence a rank has     ring        blocks of k, v go round          (sp)
+tiles        what of the scores is computed            ulysses     tokens traded for heads          (sp)
+kernels      attention with its log-sum-exp            local_attention   by tiles, on one rank
 parameters   cut, join, sum partial gradients          forkserver  ranks as copies of one warm process
 compare      relative errors, worst over the ranks
 """

@@ -29,7 +29,7 @@ def sequence_divisor(layout: str, ring: int, ulysses: int = 1) -> int:
 
 
 def ring_positions(layout: str, ring: int, rank: int, length: int) -> np.ndarray:
-    """Positions in the sequence of the tokens at one place of the ring, in the order held, which grows: `[length/ring]`.
+    """Positions in the sequence of the tokens at one place of the ring, in growing order: `[length / ring]`.
 
     ValueError where `length` is no multiple of `sequence_divisor`, or for an unknown layout.
     """

@@ -166,7 +166,8 @@ class _Tiled:
     def forward(self, tile: Tile, q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = _cut(tile, q, block)
         work.forward += 4 * q.shape[-1] * q.shape[2] * q.shape[0] * tile.pairs
-        return _as_held(tile, *self.kernel.forward(q, k, v, tile.shape != "full", self.scale))
+        out, lse = self.kernel.forward(q, k, v, tile.shape != "full", self.scale)
+        return _as_held(tile, out), _as_held(tile, lse)
 
     def backward(
         self, tile: Tile, grad: Tensor, q: Tensor, block: Block, out: Tensor, lse: Tensor
@@ -174,7 +175,8 @@ class _Tiled:
         grad, out, lse = (_read(x, tile.queries, tile) for x in (grad, out, lse))
         q, k, v = _cut(tile, q, block)
         work.backward += 10 * q.shape[-1] * q.shape[2] * q.shape[0] * tile.pairs
-        return _as_held(tile, *self.kernel.backward(grad, q, k, v, out, lse, tile.shape != "full", self.scale))
+        grads = self.kernel.backward(grad, q, k, v, out, lse, tile.shape != "full", self.scale)
+        return tuple(_as_held(tile, x) for x in grads)
 
 
 def _cut(tile: Tile, q: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,8 +195,8 @@ def _read(x: Tensor, tokens: range, tile: Tile) -> Tensor:
     return x.flip(1) if tile.shape == "upper" else x
 
 
-def _as_held(tile: Tile, *results: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.flip(1) for x in results) if tile.shape == "upper" else results
+def _as_held(tile: Tile, result: Tensor) -> Tensor:
+    return result.flip(1) if tile.shape == "upper" else result
 
 
 def _at(tokens: range, row: int | None) -> tuple[slice, slice]:

@@ -12,7 +12,8 @@ same bytes, but no rank hands on what only others need. So what the mask removes
 only what is earlier, of a zigzag one half of it; with documents or a window, only the keys that some query sees.
 And gradients need no sum on the way: they arrive as the kernel made them, in the dtype of k, and are summed at home.
 
-Not to be confused with sequence.py, which splits tokens over tp between the linears. Which tokens a rank has: layout.py.
+Not to be confused with sequence.py, which splits tokens over tp between the linears. Which rank has which tokens: see
+layout.py.
 
 Bytes that a rank sends, with B = 2 · b · s/n · kv_heads · e · itemsize of k and v and n ranks:
 
@@ -111,7 +112,7 @@ class _Rotation(Exchange):
             source = self._back(turn)
             k_and_v = coming.wait()
             coming = self._post(turn + 1, k, v, messages)
-            yield source, Block(*k_and_v, self.plan.needs(self.rank, source))
+            yield source, Block(k_and_v[0], k_and_v[1], self.plan.needs(self.rank, source))
 
     def send_home(self, source: int, dk: Tensor, dv: Tensor) -> None:
         """Post the gradients of a block to its owner, whose turn it is to post those of its own."""
@@ -125,7 +126,8 @@ class _Rotation(Exchange):
         """Wait for the gradients that the other ranks posted, in turn."""
         homeward, self._homeward = self._homeward, []
         for pending, keys in homeward:
-            yield Block(*pending.wait(), keys)
+            gradients = pending.wait()
+            yield Block(gradients[0], gradients[1], keys)
 
     def _back(self, places: int) -> int:
         return (self.rank - places) % self.axis.size

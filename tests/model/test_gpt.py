@@ -11,13 +11,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama import modeling_llama
 
 from megalite.config import ModelConfig
-from megalite.model.attention import Attention, causal_attention
+from megalite.model.attention import Attention
+from megalite.model.context import causal_attention, context
 from megalite.model.generate import generate
 from megalite.model.gpt import GPT
 from megalite.model.mlp import gelu, gelu_tanh, swiglu
 from megalite.model.norm import RMSNorm, norm
 from megalite.model.presets import PRESETS
-from megalite.model.rope import positions, rotated_qkv
+from megalite.model.rope import rotary, rotated_qkv
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.parameters import cut, shard_table
 from megalite.testing import run_ranks
@@ -444,7 +445,7 @@ def test_norm_is_what_the_config_says():
 def test_rope_turns_pairs_by_position_times_frequency(heads, kv_heads):
     """As complex numbers: (x_i + j x_{i+e/2}) · exp(j · position · θ^(−2i/e)); v is left as it is."""
     config = dataclasses.replace(LLAMA, head_dim=8, rope_theta=100.0)
-    where = positions(config, 5, like=torch.zeros(1))
+    cos, sin = rotary(config, torch.arange(5), torch.float64)
 
     def direct(qkv):
         angle = torch.arange(5.0)[:, None] * 100.0 ** (-2 * torch.arange(4.0) / 8)
@@ -454,7 +455,7 @@ def test_rope_turns_pairs_by_position_times_frequency(heads, kv_heads):
         return torch.cat([both[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]], 2)
 
     def ours(qkv):
-        q, k, v = rotated_qkv(qkv, heads, kv_heads, where)
+        q, k, v = rotated_qkv(qkv, heads, kv_heads, cos, sin)
         assert (q.shape[2], k.shape[2], v.shape[2]) == (heads, kv_heads, kv_heads)
         return torch.cat([q, k, v], 2)
 
@@ -465,10 +466,11 @@ def test_rope_turns_pairs_by_position_times_frequency(heads, kv_heads):
 
 
 def test_learned_positions_turn_nothing():
-    where = positions(GPT2, 5, like=torch.zeros(1))
-    assert where.cos is None and where.seq_len == 5
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    about = context(GPT2, Mesh(), tokens, None, torch.float32, layout="zigzag", keep_kv=False)
+    assert about.cos is None and (about.batch, about.length) == (2, 5)
     qkv = draw(2, 5, 10, 8)
-    assert torch.equal(torch.cat(rotated_qkv(qkv, 6, 2, where), 2), qkv)
+    assert torch.equal(torch.cat(rotated_qkv(qkv, 6, 2, about.cos, about.sin), 2), qkv)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
