@@ -72,7 +72,7 @@ class Exchange:
         yield self.rank, Block(k, v, range(k.shape[1]))
 
     def send_home(self, source: int, dk: Tensor, dv: Tensor) -> None:
-        """Called after every block but the own one: its gradients, in the dtype of k."""
+        """Called after every block but the own one: its gradients, in the dtype that the kernel has them in."""
 
     def came_home(self) -> Iterator[Block]:
         """Gradients of this rank's own k and v that others have sent."""
@@ -142,11 +142,12 @@ class _Attention(Function):
                 ):
                     total.add(part, keys if total is dq else _within(keys, block), tile.row)
             if not own:
-                exchange.send_home(source, its_dk.result(), its_dv.result())
+                dtype = ctx.tiled.kernel.dtype(k.dtype)
+                exchange.send_home(source, its_dk.result(dtype), its_dv.result(dtype))
         for block in exchange.came_home():
             dk.add(block.k, block.keys)
             dv.add(block.v, block.keys)
-        return dq.result(), dk.result(), dv.result(), None, None, None, None
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), None, None, None, None
 
 
 def _again(ctx: Any, k: Tensor, v: Tensor, kept: list[Tensor]) -> Iterator[tuple[int, Block]]:
@@ -248,7 +249,7 @@ class _Sum:
         self.total = self.total.to(self.wide)
         self.total[_at(tokens, row)] += part
 
-    def result(self) -> Tensor:
+    def result(self, dtype: torch.dtype) -> Tensor:
         if self.total is None:
-            return torch.zeros_like(self.like, memory_format=torch.contiguous_format)
-        return self.total.to(self.like.dtype)
+            return torch.zeros_like(self.like, dtype=dtype, memory_format=torch.contiguous_format)
+        return self.total.to(dtype)

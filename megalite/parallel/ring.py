@@ -10,7 +10,8 @@ k and v travel in one message, kv heads only. In backward they come again (unles
 home in one message. A block comes from its owner, not from the neighbour that had it last: the same turns and the
 same bytes, but no rank hands on what only others need. So what the mask removes is not sent: of a contiguous ring
 only what is earlier, of a zigzag one half of it; with documents or a window, only the keys that some query sees.
-And gradients need no sum on the way: they arrive as the kernel made them, in the dtype of k, and are summed at home.
+And gradients need no sum on the way: they arrive as the kernel made them and are summed at home, so that the error does
+not grow with the ring.
 
 Not to be confused with sequence.py, which splits tokens over tp between the linears. Which rank has which tokens: see
 layout.py.
@@ -18,7 +19,8 @@ layout.py.
 Bytes that a rank sends, with B = 2 · b · s/n · kv_heads · e · itemsize of k and v and n ranks:
 
     forward      (n − 1) · B · f      f = 1 not causal; 3/4 zigzag, 1/2 contiguous (means over the ranks); 1 striped
-    backward     as much for k and v, unless they are kept, and as much for their gradients
+    backward     as much for k and v, unless they are kept, and as much for their gradients, which for half precision
+                 are float32 on CPUs and so twice as much
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023), §3; FlashAttention-2 (2023) for backward.
 """
