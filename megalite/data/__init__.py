@@ -11,11 +11,12 @@ What a user can get wrong raises `DataError`: one line with the file, what was f
 """
 
 from megalite.data.corpus import documents, standard_library, tokenize
-from megalite.data.sampler import Sampler, unigram_entropy
+from megalite.data.sampler import Batch, Sampler, unigram_entropy
 from megalite.data.tokenizer import load_tokenizer, train_bpe
 from megalite.data.tokens import TokenFile, TokenWriter
 
 __all__ = [
+    "Batch",
     "Sampler",
     "TokenFile",
     "TokenWriter",

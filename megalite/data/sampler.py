@@ -4,8 +4,9 @@
           × batch           blend                  divmod, permute
 
 The global batch of a step is the samples [step * B, (step + 1) * B), and each data-parallel rank takes its contiguous
-slice. So a resumed run, a run on another mesh and a run that skips ahead all see the same tokens, and no rank keeps a
-list of indices: the shuffle is a permutation that is computed, one element at a time, from a key.
+slice; where sequences are cut over ranks too, a rank says which positions are its own. So a resumed run, a run on
+another mesh and a run that skips ahead all see the same tokens, and no rank keeps a list of indices: the shuffle is a
+permutation that is computed, one element at a time, from a key.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megalite.data.order import Blend, key_of, permute
 from megalite.data.tokens import TokenFile
@@ -32,15 +34,33 @@ class Source(NamedTuple):
     windows: int
 
 
+class Batch(NamedTuple):
+    """A rank's share of a batch, int64 `[rows, positions]` each.
+
+    targets: the tokens that follow   documents: in which document of its row each token is, counted from 0; or None
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on `device`."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+
+
 class Sampler:
     """Batches of one split of one or several token files.
 
     Each file is cut into windows that do not overlap; the last `validation` of them (a fraction, at least one window)
     are the validation split, and no token of theirs is ever a token or a target of the train split. Files are blended
     by `weights`, by default in proportion to their windows; weight 0 leaves a file out. A file that is used up starts
-    over in a new order. `vocab_size` is the model's; by default the largest of the files'.
+    over in a new order. `vocab_size` is the model's; by default the largest of the files'. With `separate_documents`
+    batches tell which tokens are of one document.
 
-    Raises DataError when a file is too short for `seq_len`, holds ids beyond `vocab_size`, or the weights do not fit.
+    Raises DataError when a file is too short for `seq_len`, holds ids beyond `vocab_size`, or does not mark where
+    documents end that are to be told apart, or the weights do not fit.
     """
 
     def __init__(
@@ -52,17 +72,23 @@ class Sampler:
         split: Split = "train",
         validation: float = 0.01,
         vocab_size: int | None = None,
+        separate_documents: bool = False,
     ) -> None:
         if seq_len < 1 or not 0 <= validation < 1:
             raise ValueError(f"seq_len {seq_len} and validation {validation}: at least 1, and within [0, 1), would do")
         files, weights = _weighted(files, weights)
-        self.seq_len, self.seed, self.split = seq_len, seed, split
+        self.seq_len, self.seed, self.split, self.separate_documents = seq_len, seed, split, separate_documents
         self.vocab_size = vocab_size or max(file.vocab_size for file in files)
         for file in files:
             if (largest := file.index.max_token) >= self.vocab_size:
                 raise DataError(
                     f"{file.path}: token ids up to {largest} are beyond the vocabulary of {self.vocab_size}; "
                     f"a vocabulary of {largest + 1} would do, or the model's own tokenizer"
+                )
+            if separate_documents and file.end_of_text is None:
+                raise DataError(
+                    f"{file.path}: no end_of_text tells where a document ends, for data.separate_documents; tokens "
+                    "made by `megalite data` would do, or data.separate_documents=false"
                 )
         self.sources = [Source(file, *windows_of(file, seq_len, split, validation)) for file in files]
         self.weights = weights or [float(source.windows) for source in self.sources]
@@ -86,20 +112,28 @@ class Sampler:
         window = permute(index, source.windows, key_of(self.seed, self.split, number, epoch))
         return source.file, source.first + window * self.seq_len
 
-    def batch(self, step: int, global_batch: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """This data-parallel rank's (tokens, targets) of a step, both int64 `[global_batch // ranks, seq_len]`.
+    def batch(
+        self, step: int, global_batch: int, rank: int = 0, ranks: int = 1, positions: NDArray[np.integer] | None = None
+    ) -> Batch:
+        """This data-parallel rank's tokens of a step, `[global_batch // ranks, seq_len]`.
 
-        Targets are the tokens shifted by one. DataError names file, byte offset and id when an id is >= vocab_size.
+        positions: of the sequence, those that the rank holds, in its order; None: all. Targets are the tokens shifted
+        by one; documents (None unless they are separate) are how many ends of text stand before a token in its row.
+        Both are of the whole row, before it is cut. DataError names file, byte offset and id of one >= vocab_size.
         """
         if global_batch % ranks or not 0 <= rank < ranks:
             raise ValueError(f"global batch {global_batch} on rank {rank} of {ranks}: a multiple of {ranks} would do")
         rows = global_batch // ranks
         block = np.empty((rows, self.seq_len + 1), dtype=np.int64)
+        documents = np.zeros((rows, self.seq_len), dtype=np.int64)
         for row, sample in enumerate(self.ids(step, global_batch)[rank * rows : (rank + 1) * rows]):
             file, first = self.locate(sample)
             block[row] = file.read(first, first + self.seq_len + 1, self.vocab_size)
-        both = torch.from_numpy(block)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+            if self.separate_documents:
+                documents[row, 1:] = np.cumsum(block[row, :-2] == file.end_of_text)
+        own = np.arange(self.seq_len) if positions is None else positions
+        tokens, targets = (torch.from_numpy(block.take(where, 1)) for where in (own, own + 1))
+        return Batch(tokens, targets, torch.from_numpy(documents.take(own, 1)) if self.separate_documents else None)
 
 
 def windows_of(file: TokenFile, seq_len: int, split: Split, validation: float) -> tuple[int, int]:

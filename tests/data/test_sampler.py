@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.data import Sampler, TokenFile, TokenWriter, unigram_entropy
 from megalite.errors import DataError
+from megalite.parallel.layout import LAYOUTS, own_positions
 
 
 def corpus(folder, count: int, first: int = 0, vocab_size: int = 70_000) -> TokenFile:
@@ -23,7 +24,8 @@ def long(tmp_path_factory):
 
 
 def test_shapes_types_and_shift(long):
-    tokens, targets = Sampler([long], seq_len=33, seed=0).batch(step=5, global_batch=6, rank=1, ranks=3)
+    tokens, targets, documents = Sampler([long], seq_len=33, seed=0).batch(step=5, global_batch=6, rank=1, ranks=3)
+    assert documents is None
     assert tokens.shape == targets.shape == (2, 33)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous() and targets.is_contiguous()
@@ -34,11 +36,9 @@ def test_shapes_types_and_shift(long):
 def test_the_global_batch_is_the_same_for_every_number_of_ranks(long, ranks):
     sampler = Sampler([long], seq_len=17, seed=3)
     for step in (0, 1, 977):
-        whole = sampler.batch(step, 12)
-        for part, expected in zip(
-            zip(*(sampler.batch(step, 12, rank, ranks) for rank in range(ranks)), strict=True), whole, strict=True
-        ):
-            assert torch.equal(torch.cat(part), expected)
+        whole, parts = sampler.batch(step, 12), [sampler.batch(step, 12, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part.tokens for part in parts]), whole.tokens)
+        assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
 
 
 def test_steps_need_no_history_and_batches_of_other_sizes_keep_the_order(long):
@@ -71,7 +71,7 @@ def test_no_token_of_validation_is_a_token_or_target_of_train(tmp_path_factory, 
         return
     seen = []
     for sampler in (train, held_out):
-        tokens, targets = sampler.batch(0, len(sampler))
+        tokens, targets, _ = sampler.batch(0, len(sampler))
         assert len(tokens.unique()) == tokens.numel()  # windows do not overlap
         seen.append(set(tokens.flatten().tolist()) | set(targets.flatten().tolist()))
     assert not seen[0] & seen[1]
@@ -91,7 +91,7 @@ def test_sources_are_blended_by_weight_and_by_size_when_no_weight_is_given(tmp_p
     other = corpus(tmp_path / "t", 2_000, first=20_000)
 
     def share(weights):
-        tokens, _ = Sampler([long, other], 10, seed=0, weights=weights).batch(0, 10_000)
+        tokens = Sampler([long, other], 10, seed=0, weights=weights).batch(0, 10_000).tokens
         return (tokens >= 20_000).float().mean().item()
 
     assert share((1, 3)) == pytest.approx(0.75, abs=1e-4)
@@ -180,3 +180,73 @@ def test_unigram_entropy(tmp_path):
     assert unigram_entropy(Sampler([a], 4, 0)) == pytest.approx(np.log(4))
     mixed = Sampler([a, b], 4, 0, weights=(3, 1))
     assert unigram_entropy(mixed) == pytest.approx(0.75 * np.log(4 / 0.75) + 0.25 * np.log(4))
+
+
+# --- a cut sequence, separate documents -----------------------------------------------------------------------------
+
+END = 7
+
+
+def packed(folder, count=3_000, seed=0, end=END) -> TokenFile:
+    """Random tokens below 20, of which about one in ten ends a document."""
+    ids = np.random.default_rng(seed).integers(20, size=count)
+    ids[np.random.default_rng(seed + 1).random(count) < 0.1] = END
+    with TokenWriter(folder, 20, end) as writer:
+        writer.write(ids)
+    return TokenFile(folder)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("packed") / "t")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 2)])
+def test_a_rank_has_its_positions_of_the_whole_batch(documents, layout, ring, ulysses):
+    sampler = Sampler([documents], 48, seed=1, separate_documents=True)
+    whole = sampler.batch(3, 4, 1, 2)
+    cut = [own_positions(layout, ring, ulysses, rank, 48) for rank in range(ring * ulysses)]
+    parts = [sampler.batch(3, 4, 1, 2, positions) for positions in cut]
+    for positions, part in zip(cut, parts, strict=True):
+        for mine, every in zip(part, whole, strict=True):
+            assert mine.dtype == torch.int64 and mine.is_contiguous()
+            assert torch.equal(mine, every[:, torch.from_numpy(positions)])
+    order = torch.from_numpy(np.concatenate(cut)).argsort()
+    assert torch.equal(torch.cat([part.targets for part in parts], 1)[:, order], whole.targets)
+
+
+def test_an_end_of_text_belongs_to_the_document_that_it_ends(documents):
+    tokens, _, numbers = Sampler([documents], 48, seed=1, separate_documents=True).batch(0, 16)
+    for row, expected in zip(tokens.tolist(), numbers.tolist(), strict=True):
+        assert expected == [row[:i].count(END) for i in range(48)]
+    assert (numbers[:, -1] > 1).any()
+
+
+def test_every_source_has_its_own_end_of_text(tmp_path, documents):
+    """Ids are alike in both; in the second another one ends a document."""
+    other = packed(tmp_path / "t", seed=5, end=3)
+    sampler = Sampler([documents, other], 48, seed=1, separate_documents=True)
+    tokens, _, numbers = sampler.batch(0, 16)
+    ends = [sampler.locate(sample)[0].end_of_text for sample in range(16)]
+    assert set(ends) == {END, 3}
+    for row, end, expected in zip(tokens.tolist(), ends, numbers.tolist(), strict=True):
+        assert expected == [row[:i].count(end) for i in range(48)]
+
+
+def test_a_sequence_of_one_is_one_document(documents):
+    batch = Sampler([documents], 1, seed=1, separate_documents=True).batch(0, 5)
+    assert torch.equal(batch.documents, torch.zeros(5, 1, dtype=torch.int64))
+
+
+def test_documents_that_cannot_be_told_apart_are_refused_at_once(tmp_path, documents, long):
+    with pytest.raises(DataError, match=r"tokens.bin: no end_of_text tells where .*data.separate_documents=false"):
+        Sampler([documents, long], 16, 0, separate_documents=True)
+    Sampler([documents, long], 16, 0, weights=(1, 0), separate_documents=True)  # it takes no part
+
+
+def test_a_batch_moves_as_one(documents):
+    for separate in (False, True):
+        batch = Sampler([documents], 8, 0, separate_documents=separate).batch(0, 2)
+        moved = batch.to(torch.device("meta"))
+        assert moved.tokens.is_meta and moved.targets.is_meta and (moved.documents is not None) == separate
