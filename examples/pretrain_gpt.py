@@ -13,15 +13,17 @@ import torch
 
 from megalite.config import resolve
 from megalite.config_file import load
-from megalite.data import Sampler, TokenFile, load_tokenizer
+from megalite.data import load_tokenizer
 from megalite.errors import DataError, MegaliteError
 from megalite.launch.prepare import prepare
 from megalite.launch.torchrun import join_torchrun, launched
 from megalite.model.generate import generate
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
+from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.world import leave, local_device
+from megalite.train.loop import open_data
 from megalite.train.lr import learning_rate
 from megalite.train.step import TrainStep
 
@@ -37,26 +39,28 @@ def main(overrides: list[str]) -> None:
     model_config, train = config.model, config.train
 
     # Where: a mesh over all ranks. What: a model on it, the same weights whatever the mesh.
-    mesh = Mesh(config.mesh.dp, config.mesh.pp, config.mesh.sp, config.mesh.tp)
+    sizes = config.mesh
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
     device = local_device(world.local_rank, world.local_size)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT(model_config, mesh, seed=train.seed, sequence_parallel=config.mesh.sequence_parallel)
+        model = GPT(model_config, mesh, seed=train.seed, sequence_parallel=sizes.sequence_parallel, layout=sizes.layout)
 
-    # When: forward, backward, gradients summed over dp and tp, clipped, AdamW.
+    # When: forward, backward, gradients summed over dp, sp and tp, clipped, AdamW.
     step = TrainStep(model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss)
-    files = [TokenFile(path) for path in config.data.paths]
-    data = Sampler(files, train.seq_len, train.seed, config.data.weights, vocab_size=model_config.vocab_size)
+    data = open_data(config)
+    own = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
     for index in range(train.steps):
-        tokens, targets = data.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size)
-        result = step(tokens.to(device), targets.to(device), learning_rate(index, train.steps, config.optimizer))
+        batch = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, own).to(device)
+        lr = learning_rate(index, train.steps, config.optimizer)
+        result = step(batch.tokens, batch.targets, lr, documents=batch.documents)
         done = index + 1
         if world.rank == 0 and (done % 10 == 0 or done in (1, train.steps)):
             print(f"step {done}/{train.steps}  loss {result.loss:.3f}  grad_norm {result.grad_norm:.2f}", flush=True)
 
-    # Every rank of a tp group generates the same tokens; one group is enough.
-    if mesh.dp.rank == 0 and files[0].tokenizer_path:
-        tokenizer = load_tokenizer(files[0].tokenizer_path)
+    # Every rank of sp and tp generates the same tokens; one share of dp is enough.
+    if mesh.dp.rank == 0 and data.files[0].tokenizer_path:
+        tokenizer = load_tokenizer(data.files[0].tokenizer_path)
         prompt = torch.tensor([tokenizer.encode("def ").ids], device=device)
         written = generate(model, prompt, train.sample_tokens, seed=train.seed)
         if world.rank == 0:

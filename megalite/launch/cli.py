@@ -120,10 +120,11 @@ def _print_rows(rows: Sequence, config: Config) -> None:
     from rich.table import Table
 
     mesh, model = config.mesh, config.model
+    cut = f", ring {mesh.ring} × ulysses {mesh.ulysses} {mesh.layout}" if mesh.sp > 1 else ""
     table = Table(
         title=f"dp {mesh.dp} × pp {mesh.pp} × sp {mesh.sp} × tp {mesh.tp} against the mesh of one, float64",
         caption=f"twin: vocabulary {model.vocab_size}, hidden {model.hidden}, {model.layers} layers, "
-        f"{model.heads} heads, {model.kv_heads} kv heads, ffn {model.ffn}, sequence {config.train.seq_len}",
+        f"{model.heads} heads, {model.kv_heads} kv heads, ffn {model.ffn}, sequence {config.train.seq_len}{cut}",
     )
     table.add_column("compared")
     table.add_column("largest relative error", justify="right")

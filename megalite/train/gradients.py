@@ -1,9 +1,9 @@
 """Everything that happens between backward and the optimizer's step, in order.
 
-1. over dp   sum: each rank saw its share of the batch                               ddp.py (begun during backward)
-2. over tp   sum what is partial: norms, biases, positions under sequence parallelism,
-             replicated kv heads                                                     parameters.py
-3. norm      of the whole gradient, every weight counted once
+1. over dp × sp   sum: each rank saw its share of the batch, of each sequence        ddp.py (begun during backward)
+2. over tp        sum what is partial: norms, biases, positions under sequence
+                  parallelism, replicated kv heads                                   parameters.py
+3. norm           of the whole gradient, every weight counted once
 4. clip
 """
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megalite.config import Config
 from megalite.config_file import to_toml
@@ -18,15 +20,16 @@ from megalite.errors import ConfigError
 from megalite.model.generate import generate
 from megalite.model.gpt import GPT
 from megalite.parallel.in_flight import issue_all_reduce
+from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.train.lr import learning_rate
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
 from megalite.train.progress import TrainingProgress
-from megalite.train.step import TrainStep
+from megalite.train.step import TrainStep, microbatches
 
 
 @dataclass(frozen=True)
-class Batches:
+class Splits:
     """The training and the validation order of a config's data; validation is None where its share is zero."""
 
     files: tuple[TokenFile, ...]
@@ -34,7 +37,7 @@ class Batches:
     validation: Sampler | None
 
 
-def open_data(config: Config) -> Batches:
+def open_data(config: Config) -> Splits:
     """Open and check the data; a DataError or ConfigError here is the user's to mend. Needs no process group."""
     data, train, vocab = config.data, config.train, config.model.vocab_size
     if not data.paths:
@@ -43,22 +46,38 @@ def open_data(config: Config) -> Batches:
 
     def sampler(split: Literal["train", "validation"]) -> Sampler:
         return Sampler(
-            files, train.seq_len, train.seed, data.weights, split=split, validation=data.validation, vocab_size=vocab
+            files,
+            train.seq_len,
+            train.seed,
+            data.weights,
+            split=split,
+            validation=data.validation,
+            vocab_size=vocab,
+            separate_documents=data.separate_documents,
         )
 
-    return Batches(files, sampler("train"), sampler("validation") if data.validation else None)
+    return Splits(files, sampler("train"), sampler("validation") if data.validation else None)
 
 
 def pretrain(config: Config, device: torch.device) -> None:
-    """Train as `config` says, on this rank. The process group is up, and `config.mesh` is resolved for its size."""
-    train, mesh = config.train, Mesh(config.mesh.dp, config.mesh.pp, config.mesh.sp, config.mesh.tp)
+    """Train as `config` says, on this rank. The process group is up, and `config` is resolved for its size."""
+    train, sizes = config.train, config.mesh
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
+    positions = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
     speaks = mesh.rank == 0
     data = open_data(config)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT(config.model, mesh, seed=train.seed, sequence_parallel=config.mesh.sequence_parallel)
+        model = GPT(
+            config.model,
+            mesh,
+            seed=train.seed,
+            sequence_parallel=sizes.sequence_parallel,
+            layout=sizes.layout,
+            keep_kv=sizes.keep_kv,
+        )
     step = TrainStep(
-        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=config.mesh.bucket_mb
+        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=sizes.bucket_mb
     )
     if dist.is_initialized():
         dist.barrier()
@@ -75,8 +94,8 @@ def pretrain(config: Config, device: torch.device) -> None:
     try:
         for index in range(train.steps):
             lr = learning_rate(index, train.steps, config.optimizer)
-            tokens, targets = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size)
-            result = step(tokens.to(device), targets.to(device), lr)
+            batch = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
+            result = step(batch.tokens, batch.targets, lr, documents=batch.documents)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             seen += result.tokens
             speed = result.tokens / seconds
@@ -91,7 +110,7 @@ def pretrain(config: Config, device: torch.device) -> None:
                 "mfu": speed * flops / peak,
             }
             if data.validation is not None and _validates(index + 1, config):
-                line["val_loss"] = validate(model, data.validation, config, device)
+                line["val_loss"] = validate(model, data.validation, config, positions, device)
                 started = time.perf_counter()
             if metrics is not None:
                 metrics.write(line)
@@ -115,30 +134,41 @@ def _validates(done: int, config: Config) -> bool:
 
 
 @torch.no_grad()
-def validate(model: GPT, sampler: Sampler, config: Config, device: torch.device) -> float:
-    """Mean loss over the first validation batches, the same ones every time; each dp rank takes its share."""
-    dp, batch = model.mesh.dp, config.train.global_batch
+def validate(
+    model: GPT, sampler: Sampler, config: Config, positions: NDArray[np.integer], device: torch.device
+) -> float:
+    """Mean loss over the first validation batches, the same ones every time; each rank of dp × sp takes its share."""
+    mesh, train = model.mesh, config.train
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for index in range(config.train.validation_batches):
-        tokens, targets = sampler.batch(index, batch, dp.rank, dp.size)
-        size = config.train.micro_batch or len(tokens)
-        for part, part_targets in zip(tokens.split(size), targets.split(size), strict=True):
-            total += model(part.to(device), part_targets.to(device), reduction="sum")
-    if dp.size > 1:
-        total = issue_all_reduce(total, dp).wait()
-    return total.item() / (config.train.validation_batches * batch * config.train.seq_len)
+    for index in range(train.validation_batches):
+        batch = sampler.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
+        for part in microbatches(train.micro_batch, *batch):
+            total += model(**part, reduction="sum")
+    if mesh.replicas.size > 1:
+        total = issue_all_reduce(total, mesh.replicas).wait()
+    return total.item() / (train.validation_batches * train.global_batch * train.seq_len)
 
 
-def _opening(config: Config, model: GPT, data: Batches, entropy: float, device: torch.device) -> str:
+def _opening(config: Config, model: GPT, data: Splits, entropy: float, device: torch.device) -> str:
     held = sum(parameter.numel() for parameter in model.parameters())
     size = config.mesh
+    cut = f"{_sequence_cut(config)}\n" if size.sp > 1 else ""
     tokens = sum(len(file) for file in data.files)
     return (
         f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
-        f"{held / 1e6:.2f} M parameters a rank; {tokens / 1e6:.2f} M tokens\n"
+        f"{held / 1e6:.2f} M parameters a rank; {tokens / 1e6:.2f} M tokens\n{cut}"
         f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a "
         f"token; one that knows word counts (unigram entropy): {entropy:.3f}"
     )
+
+
+def _sequence_cut(config: Config) -> str:
+    """How sp is divided, and by what where that is what `mesh.ulysses=0` chooses."""
+    mesh, kv_heads = config.mesh, config.model.kv_heads
+    each = max(1, kv_heads // mesh.tp)
+    reason = f" (by {each} kv head{'s' * (each > 1)} a rank)" if mesh.ulysses == mesh.chosen_ulysses(kv_heads) else ""
+    layout = f", {mesh.layout}" if mesh.ring > 1 else ""
+    return f"sp {mesh.sp} = ring {mesh.ring} × ulysses {mesh.ulysses}{reason}{layout}"
 
 
 def _closing(line: dict[str, float], entropy: float, config: Config) -> str:
@@ -149,7 +179,7 @@ def _closing(line: dict[str, float], entropy: float, config: Config) -> str:
     )
 
 
-def _sample(model: GPT, data: Batches, config: Config, device: torch.device) -> str:
+def _sample(model: GPT, data: Splits, config: Config, device: torch.device) -> str:
     path = data.files[0].tokenizer_path
     if path is None:
         return "no tokenizer beside the tokens: nothing to print a sample with"

@@ -54,8 +54,9 @@ def multiplied_weights(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward and backward FLOPs of one token of a sequence of `seq_len`."""
-    return 6 * multiplied_weights(config) + 12 * config.layers * config.heads * config.head_dim * seq_len
+    """Forward and backward FLOPs of one token of a sequence of `seq_len`, of which it sees at most a window."""
+    seen = min(seq_len, config.window) if config.window else seq_len
+    return 6 * multiplied_weights(config) + 12 * config.layers * config.heads * config.head_dim * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:

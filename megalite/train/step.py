@@ -8,6 +8,7 @@ are summed from there on.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.in_flight import issue_all_gather
-from megalite.parallel.mesh import Axis, rank_at
+from megalite.parallel.mesh import Axis, coordinates, rank_at
 from megalite.parallel.parameters import shard_table
 from megalite.parallel.vocab import IGNORE_INDEX
 from megalite.train.gradients import finish_gradients
@@ -37,6 +38,8 @@ class StepResult:
 class TrainStep:
     """A model with its optimizer and buckets: `step(tokens, targets, lr)` trains on this rank's share of a batch.
 
+    The share is `[b, s]`: some rows of the batch (dp), and of each the tokens that parallel/layout.py says (sp).
+
     micro_batch: sequences at once; 0: the whole share   bucket_mb: see GradientBuckets
     """
 
@@ -46,13 +49,15 @@ class TrainStep:
         self.model, self.mesh, self.config = model, model.mesh, config
         self.micro_batch, self.z_loss = micro_batch, z_loss
         self.table = shard_table(model, self.mesh.tp)
-        self.buckets = GradientBuckets(model.parameters(), self.mesh.dp, bucket_mb)
+        self.buckets = GradientBuckets(model.parameters(), self.mesh.replicas, bucket_mb)
         self.optimizer = adamw(model, config)
         self.steps = 0
 
-    def __call__(self, tokens: Tensor, targets: Tensor, lr: float | None = None) -> StepResult:
-        """Train on this dp rank's share, `[b, s]` each; NumericError, before the update, where a number is none."""
-        loss, count = self.backward(tokens, targets)
+    def __call__(
+        self, tokens: Tensor, targets: Tensor, lr: float | None = None, *, documents: Tensor | None = None
+    ) -> StepResult:
+        """Train on this rank's share, `[b, s]` each; NumericError, before the update, where a number is none."""
+        loss, count = self.backward(tokens, targets, documents)
         norm = finish_gradients(self.model, self.buckets, self.table, self.mesh, self.config.clip)
         self._check_gradient(norm)
         for group in self.optimizer.param_groups:
@@ -62,28 +67,30 @@ class TrainStep:
         self.steps += 1
         return StepResult(loss, norm, count)
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> tuple[float, int]:
-        """Gradients of this rank's share, on their way over dp; the global loss and its number of tokens."""
-        count = int(_over(self.mesh.dp, (targets != IGNORE_INDEX).sum()).sum())
-        size = self.micro_batch or len(tokens)
-        parts = list(zip(tokens.split(size), targets.split(size), strict=True))
+    def backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> tuple[float, int]:
+        """Gradients of this rank's share, on their way over dp × sp; the global loss and its number of tokens."""
+        replicas = self.mesh.replicas
+        count = int(_over(replicas, (targets != IGNORE_INDEX).sum()).sum())
+        parts = list(microbatches(self.micro_batch, tokens, targets, documents))
         own = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        for i, (part, part_targets) in enumerate(parts):
+        for i, part in enumerate(parts):
             with self.buckets.accumulating(last=i == len(parts) - 1):
-                loss = self.model(part, part_targets, reduction="sum", z_loss=self.z_loss) / max(count, 1)
+                loss = self.model(**part, reduction="sum", z_loss=self.z_loss) / max(count, 1)
                 loss.backward()
                 own += loss.detach()
-        shares = _over(self.mesh.dp, own)
+        shares = _over(replicas, own)
         self._check_loss(shares)
         return shares.sum().item(), count
 
     def _check_loss(self, shares: Tensor) -> None:
         bad = (~shares.isfinite()).nonzero().flatten().tolist()
         if bad:
-            rank = rank_at({"dp": bad[0], "pp": 0, "sp": 0, "tp": 0}, self.mesh.sizes)
+            where = coordinates(bad[0], {"dp": self.mesh.dp.size, "sp": self.mesh.sp.size})
+            rank = rank_at({"pp": 0, "tp": 0, **where}, self.mesh.sizes)
             raise NumericError(
-                f"the loss is {shares[bad[0]].item()} at step {self.steps + 1} on rank {rank} (dp {bad[0]}); the "
-                f"weights are those of step {self.steps}; a lower optimizer.lr or more optimizer.warmup may do"
+                f"the loss is {shares[bad[0]].item()} at step {self.steps + 1} on rank {rank} (dp {where['dp']}, sp "
+                f"{where['sp']}); the weights are those of step {self.steps}; a lower optimizer.lr or more "
+                "optimizer.warmup may do"
             )
 
     def _check_gradient(self, norm: float) -> None:
@@ -101,3 +108,12 @@ def _over(axis: Axis, value: Tensor) -> Tensor:
     """Every rank's scalar: `[axis.size]`."""
     value = value.unsqueeze(0)
     return value if axis.size == 1 else issue_all_gather(value, axis, 0).wait()
+
+
+def microbatches(
+    size: int, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """What `GPT.forward` takes, `size` sequences at a time; 0: all of them at once."""
+    given = {"tokens": tokens, "targets": targets} | ({} if documents is None else {"documents": documents})
+    pieces = [x.split(size or len(tokens)) for x in given.values()]
+    return (dict(zip(given, part, strict=True)) for part in zip(*pieces, strict=True))

@@ -1,7 +1,8 @@
 """`megalite verify`: the configured mesh against the mesh of one, in float64, on a shrunk twin of the model.
 
-The twin keeps what makes parallel code go wrong (heads and kv heads, tying, what does not divide, biases, microbatches,
-the optimizer) and shrinks the rest, so that every rank can compute the dense model beside its share.
+The twin keeps what makes parallel code go wrong (heads and kv heads, tying, what does not divide, biases, a window,
+separate documents, microbatches, the optimizer) and shrinks the rest, so that every rank can compute the dense model
+beside its share.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config
+from megalite.data import Batch
 from megalite.model.gpt import GPT
 from megalite.parallel.compare import NOISE, Comparison, Row
+from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
 from megalite.train.gradients import finish_gradients
@@ -26,9 +29,11 @@ STEPS = 3
 def shrunk(config: Config) -> Config:
     """A config of the same structure that computes in a moment.
 
-    Kept: heads, kv heads, what the vocabulary and the sequence leave over when divided by tp, parity, microbatches.
+    Kept: heads, kv heads, what the vocabulary and the tokens of a sequence on a rank leave over when divided by tp,
+    parity, microbatches. A window becomes shorter than the sequence.
     """
     model, mesh, train = config.model, config.mesh, config.train
+    seq_len = _like(train.seq_len, 12 * mesh.sp, 2 * mesh.tp * mesh.sp)
     head_dim = 4 if model.head_dim % 4 == 0 else 2 + model.head_dim % 2
     twin = replace(
         model,
@@ -37,7 +42,8 @@ def shrunk(config: Config) -> Config:
         head_dim=head_dim,
         ffn=_like(model.ffn, max(2 * model.heads, mesh.tp), 2 * mesh.tp),
         layers=min(model.layers, 2),
-        max_seq_len=min(model.max_seq_len, 64),
+        max_seq_len=max(seq_len, min(model.max_seq_len, 64)),
+        window=min(model.window, -(-seq_len // 3)),
         init_std=0.1,  # larger weights, so that no part of the network stays near linear
     )
     share = train.global_batch // mesh.dp
@@ -51,7 +57,7 @@ def shrunk(config: Config) -> Config:
             dtype="float64",
             micro_batch=micro,
             global_batch=mesh.dp * micro * microbatches,
-            seq_len=min(_like(train.seq_len, 12, 2 * mesh.tp), twin.max_seq_len),
+            seq_len=seq_len,
         ),
     )
 
@@ -75,13 +81,10 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     """Run the (shrunk) config on its mesh and on the mesh of one: rows of relative errors, the same on every rank."""
     torch.set_default_dtype(torch.float64)
     sizes = config.mesh
-    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp)
-    shape = (config.train.global_batch, config.train.seq_len + 1)
-    ids = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.train.seed))
-    tokens, targets = ids[:, :-1].to(device), ids[:, 1:].to(device).clone()
-    targets[0, : shape[1] // 3] = -100  # masked tokens make the mean over ranks' means wrong
-    expected, _ = _run(config, Mesh(), tokens, targets, device)
-    actual, step = _run(config, mesh, tokens, targets, device)
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
+    batch = _drawn(config)
+    expected, _ = _run(config, Mesh(), batch, device)
+    actual, step = _run(config, mesh, batch, device)
 
     comparison = Comparison()
     for number, (mine, dense) in enumerate(zip(actual.losses, expected.losses, strict=True), 1):
@@ -97,26 +100,51 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     return comparison.over_ranks()
 
 
-def _run(
-    config: Config, mesh: Mesh, tokens: Tensor, targets: Tensor, device: torch.device
-) -> tuple[Outcome, TrainStep]:
-    train = config.train
+def _drawn(config: Config) -> Batch:
+    """A global batch: random tokens, some targets masked, and documents of random lengths where they are separate."""
+    generator = torch.Generator().manual_seed(config.train.seed)
+    rows, length = config.train.global_batch, config.train.seq_len
+    ids = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[0, : (length + 1) // 3] = -100  # masked tokens make the mean over ranks' means wrong
+    ends = torch.randint(max(2, length // 4), (rows, length), generator=generator) == 0  # a few a sequence
+    return Batch(ids[:, :-1], targets, ends.cumsum(1) if config.data.separate_documents else None)
+
+
+def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tuple[Outcome, TrainStep]:
+    train, layout = config.train, config.mesh.layout
     with device:
-        model = GPT(config.model, mesh, seed=train.seed, sequence_parallel=config.mesh.sequence_parallel)
+        model = GPT(
+            config.model,
+            mesh,
+            seed=train.seed,
+            sequence_parallel=config.mesh.sequence_parallel,
+            layout=layout,
+            keep_kv=config.mesh.keep_kv,
+        )
     step = TrainStep(
         model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=0.01
     )  # many buckets, as a real model has
-    share = len(tokens) // mesh.dp.size
-    own = slice(mesh.dp.rank * share, (mesh.dp.rank + 1) * share)
-    tokens, targets = tokens[own], targets[own]
+    share = own_share(batch, mesh, layout).to(device)
 
-    step.backward(tokens, targets)
+    step.backward(*share)
     norm = finish_gradients(model, step.buckets, step.table, mesh, clip=0)
     gradients = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     step.optimizer.zero_grad()
-    losses = [step(tokens, targets).loss]
+    losses = [step(share.tokens, share.targets, documents=share.documents).loss]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    losses += [step(tokens, targets).loss for _ in range(STEPS - 1)]
+    losses += [step(share.tokens, share.targets, documents=share.documents).loss for _ in range(STEPS - 1)]
     return Outcome(losses, norm, gradients, weights), step
+
+
+def own_share(batch: Batch, mesh: Mesh, layout: str) -> Batch:
+    """Of a global batch what this rank trains on: rows by dp, positions by sp."""
+    length = batch.tokens.shape[1]
+    own = torch.from_numpy(own_positions(layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, length))
+
+    def share(x: Tensor) -> Tensor:
+        return x.chunk(mesh.dp.size)[mesh.dp.rank][:, own]
+
+    return Batch(share(batch.tokens), share(batch.targets), None if batch.documents is None else share(batch.documents))

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, check
+from megalite.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    check,
+    resolve,
+)
 from megalite.config_file import load
 from megalite.data import TokenWriter
 from megalite.errors import ConfigError, DataError
@@ -28,7 +38,7 @@ def config(tmp_path):
     ids[0] = 1
     for i in range(1, len(ids)):
         ids[i] = (3 * ids[i - 1] + 1) % 97 if generator.random() < 0.9 else generator.integers(97)
-    with TokenWriter(tmp_path / "tokens", 97) as writer:
+    with TokenWriter(tmp_path / "tokens", 97, 4) as writer:  # so 4 ends documents
         writer.write(ids)
     return Config(
         ModelConfig(**{**PRESETS["llama-tiny"], "vocab_size": 97, "tied": True}),
@@ -40,10 +50,10 @@ def config(tmp_path):
     )
 
 
-def run(config, tmp_path, name, dp=1, tp=1, **mesh):
+def run(config, tmp_path, name, dp=1, **mesh):
     folder = tmp_path / name
-    config = replace(config, mesh=MeshConfig(dp, tp=tp, **mesh), run=RunConfig(str(folder)))
-    run_ranks(pretrain, dp * tp, check(config), torch.device("cpu"))
+    config = resolve(check(replace(config, mesh=MeshConfig(dp, **mesh), run=RunConfig(str(folder)))))
+    run_ranks(pretrain, config.mesh.size, config, torch.device("cpu"))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -71,13 +81,13 @@ def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
     assert "unigram entropy" in shown and "ln 97 = 4.575" in shown
     assert f"step {STEPS}/{STEPS}" in shown and "rank 1: " not in shown  # rank 0 speaks alone
     assert load(tmp_path / "run" / "config.toml") == replace(
-        config, mesh=MeshConfig(2), run=RunConfig(str(tmp_path / "run"))
+        config, mesh=MeshConfig(2, ulysses=1), run=RunConfig(str(tmp_path / "run"))
     )
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
-def test_the_same_numbers_twice(config, tmp_path, dp, tp):
-    first, second = (run(config, tmp_path, name, dp, tp) for name in ("first", "second"))
+@pytest.mark.parametrize(("dp", "sp", "tp"), [(1, 1, 1), (2, 1, 2), (1, 3, 1)])
+def test_the_same_numbers_twice(config, tmp_path, dp, sp, tp):
+    first, second = (run(config, tmp_path, name, dp, sp=sp, tp=tp, layout="striped") for name in ("first", "second"))
     for name in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
         assert [line.get(name) for line in first] == [line.get(name) for line in second]  # to the last bit
 
@@ -87,6 +97,35 @@ def test_the_same_numbers_on_another_mesh(config, tmp_path):
     meshes = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2 tp2": {"dp": 2, "tp": 2, "sequence_parallel": False}}
     for name, mesh in meshes.items():
         same(run(config, tmp_path, name, **mesh), alone, loss=1e-5, val_loss=1e-5, grad_norm=1e-4)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_same_numbers_with_the_sequence_cut(config, tmp_path, separate):
+    """Of llama-tiny's 6 heads and 2 kv heads: a window and documents, over rings, ulysses and both."""
+    data = replace(config.data, separate_documents=separate)
+    train = replace(config.train, seq_len=24, dtype="float64", steps=4, validate_every=2)
+    config = replace(config, data=data, train=train, model=replace(config.model, window=11 * separate))
+    alone = run(config, tmp_path, "alone")
+    meshes = {
+        "ring": {"sp": 4, "ulysses": 1},
+        "ulysses": {"sp": 2, "layout": "contiguous"},
+        "both": {"sp": 4, "layout": "striped", "keep_kv": True},
+        "all": {"dp": 2, "sp": 2, "tp": 2, "ulysses": 1},
+    }
+    for name, mesh in meshes.items():
+        same(run(config, tmp_path, name, **mesh), alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
+
+
+def test_how_sp_is_cut_is_said(config, tmp_path, capsys):
+    config = replace(config, train=replace(config.train, seq_len=24, steps=2))
+    run(config, tmp_path, "chosen", sp=4)
+    assert ": sp 4 = ring 2 × ulysses 2 (by 2 kv heads a rank), zigzag\n" in capsys.readouterr().out
+    run(config, tmp_path, "given", sp=2, ulysses=1, layout="striped")
+    assert ": sp 2 = ring 2 × ulysses 1, striped\n" in capsys.readouterr().out
+    run(config, tmp_path, "whole", sp=2)
+    assert ": sp 2 = ring 1 × ulysses 2 (by 2 kv heads a rank)\n" in capsys.readouterr().out
+    run(config, tmp_path, "none", dp=2)
+    assert "ulysses" not in capsys.readouterr().out
 
 
 def test_accumulation_changes_no_number_in_float64(config, tmp_path):

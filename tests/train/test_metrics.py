@@ -34,6 +34,11 @@ def test_attention_grows_with_the_sequence():
     assert flops_per_token(config, 101) - flops_per_token(config, 1) == 12 * 2 * 6 * 8 * 100
 
 
+def test_attention_grows_no_further_than_its_window():
+    config = ModelConfig(**PRESETS["llama-tiny"], window=64)
+    assert flops_per_token(config, 1000) == flops_per_token(config, 64) > flops_per_token(config, 63)
+
+
 def test_the_peak_is_a_rate_that_products_reach():
     assert 1e8 < peak_flops(torch.device("cpu"), torch.float32, seconds=0.01) < 1e14
 

@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from trajectory import OPTIMIZER, Case
+from trajectory import OPTIMIZER, Case, Way
 
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
-from megalite.train.step import TrainStep
+from megalite.train.step import TrainStep, microbatches
+from megalite.train.verify import own_share
 
 
 def made(mesh, case=None, **more):
     torch.set_default_dtype(torch.float64)
     case = case or Case(batch=4)
     step = TrainStep(GPT(case.model, mesh, seed=5), OPTIMIZER, **more)
-    share = case.batch // mesh.dp.size
-    tokens, targets = (x[mesh.dp.rank * share : (mesh.dp.rank + 1) * share] for x in case.data())
+    tokens, targets, _ = own_share(case.data(), mesh, "zigzag")
     return step, tokens, targets
 
 
@@ -64,7 +64,7 @@ def test_the_mean_is_over_tokens_and_not_over_ranks():
     mesh = Mesh(dp=2)
     case = Case(batch=2)
     step, tokens, targets = made(mesh, case)
-    whole, labels = case.data()
+    whole, labels, _ = case.data()
     counts = (labels != -100).sum(1)
     assert counts.tolist() == [1, 11]
     logits = step.model(whole)
@@ -101,9 +101,24 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_before_any_weight_change
         step(tokens, targets)
     message = str(caught.value)
     assert caught.value.exit_code == 79
-    assert message.startswith(f"the loss is {bad} at step 2 on rank {2 * bad_dp} (dp {bad_dp}); ")
+    assert message.startswith(f"the loss is {bad} at step 2 on rank {2 * bad_dp} (dp {bad_dp}, sp 0); ")
     assert "the weights are those of step 1" in message and message.splitlines() == [message]
     assert all(torch.equal(weight, before[name]) for name, weight in weights(step.model).items())
+
+
+@pytest.mark.parametrize("bad", range(8))
+@pytest.mark.ranks(8)
+def test_the_rank_of_a_loss_that_is_no_number_is_named_on_every_mesh(bad):
+    """Its share is not that of its neighbours in rank, which stand along tp, but that of dp and sp."""
+    for way in (Way(dp=2, sp=4), Way(dp=2, sp=2, tp=2, ulysses=2), Way(sp=4, tp=2, ulysses=2), Way(dp=4, sp=2)):
+        mesh = way.mesh()
+        step, tokens, targets = made(mesh, Case(batch=4, heads=4, length=16))
+        if mesh.rank // mesh.tp.size == bad // mesh.tp.size:
+            step.model.register_forward_hook(lambda module, arguments, loss: loss * math.nan)
+        dp, sp = divmod(bad // mesh.tp.size, mesh.sp.size)
+        named = rf"the loss is nan at step 1 on rank {bad // mesh.tp.size * mesh.tp.size} \(dp {dp}, sp {sp}\); "
+        with pytest.raises(NumericError, match=named):
+            step(tokens, targets)
 
 
 @pytest.mark.ranks(4)
@@ -134,9 +149,29 @@ def test_a_learning_rate_of_none_is_the_optimizers():
 def test_without_clipping_the_gradient_is_as_it_came():
     torch.set_default_dtype(torch.float64)
     case, mesh = Case(batch=2), Mesh(dp=2)
-    tokens, targets = (x[mesh.rank : mesh.rank + 1] for x in case.data())
+    tokens, targets, _ = own_share(case.data(), mesh, "zigzag")
     norms = []
     for clip in (0.0, 1e-3):
         step = TrainStep(GPT(case.model, mesh, seed=5), replace(OPTIMIZER, clip=clip))
         norms.append(step(tokens, targets).grad_norm)
     assert norms[0] == norms[1] > 1e-3  # what is reported is the norm before clipping
+
+
+@pytest.mark.ranks(4)
+def test_tokens_are_counted_over_dp_and_sp():
+    """Each once, however unequally those that count lie."""
+    case = Case(length=12, heads=4)
+    expected = int((case.data().targets != -100).sum())
+    for way in (Way(dp=2, sp=2), Way(sp=4, ulysses=2), Way(sp=2, tp=2)):
+        step, tokens, targets = made(way.mesh(), case)
+        assert step(tokens, targets).tokens == expected
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(0, [5]), (2, [2, 2, 1]), (5, [5]), (9, [5])])
+def test_microbatches_are_what_the_model_takes(size, lengths):
+    tokens, targets, documents = torch.arange(30).view(3, 5, 2)
+    with_documents = list(microbatches(size, tokens, targets, documents))
+    assert [len(part["tokens"]) for part in with_documents] == lengths
+    for name, whole in (("tokens", tokens), ("targets", targets), ("documents", documents)):
+        assert torch.equal(torch.cat([part[name] for part in with_documents]), whole)
+    assert all(part.keys() == {"tokens", "targets"} for part in microbatches(size, tokens, targets))

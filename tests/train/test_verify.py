@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.config import Config, MeshConfig, ModelConfig, TrainConfig, check, resolve
+from megalite.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve
 from megalite.model.presets import PRESETS
 from megalite.parallel.ddp import GradientBuckets
+from megalite.parallel.mesh import Axis
 from megalite.testing import run_ranks
 from megalite.train import gradients, step
+from megalite.train import verify as verification
 from megalite.train.verify import shrunk, verify
 
 
@@ -19,6 +21,13 @@ def twin(preset, dp, tp, sequence_parallel=True, **train):
         ModelConfig(**PRESETS[preset]), MeshConfig(dp, tp=tp, sequence_parallel=sequence_parallel), train=TrainConfig()
     )
     return shrunk(resolve(check(replace(config, train=replace(config.train, **settings)))))
+
+
+def twin_of_sp(preset, mesh, window=0, documents=False, **train):
+    settings = {"global_batch": 8, "seq_len": 96, "micro_batch": 1, **train}
+    model = ModelConfig(**PRESETS[preset], window=window)
+    data = DataConfig(separate_documents=documents)
+    return shrunk(resolve(check(Config(model, mesh, data, TrainConfig(**settings)))))
 
 
 def rows(config, plant=lambda patch: None):
@@ -56,6 +65,45 @@ def test_good_meshes_pass(config):
     assert {"gradient of embedding.weight", "stepped blocks.0.mlp.up.weight"} <= set(names)
     assert max(row.error for row in found) < 1e-11  # far from the bounds
     assert {row.bound for row in found} == {1e-10, 1e-9}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        twin_of_sp("llama-tiny", MeshConfig(1, sp=4)),
+        twin_of_sp("llama-tiny", MeshConfig(1, sp=4, ulysses=1, layout="striped", keep_kv=True), documents=True),
+        twin_of_sp("gpt2-tiny", MeshConfig(2, sp=2, ulysses=1, tp=2), window=50),
+        twin_of_sp("gpt2-tiny", MeshConfig(1, sp=3, layout="contiguous", tp=2), window=7, documents=True, seq_len=99),
+    ],
+    ids=lambda c: f"dp{c.mesh.dp} ring{c.mesh.ring} ulysses{c.mesh.ulysses} tp{c.mesh.tp} {c.model.norm}",
+)
+def test_good_meshes_of_sp_pass(config):
+    found = rows(config)
+    assert not failed(found)
+    assert max(row.error for row in found) < 1e-11
+
+
+def test_tokens_of_another_layout_are_found_out():
+    """The tokens are laid as one layout has it, and the model takes them for those of another."""
+
+    def plant(patch):
+        whole = verification.own_positions
+        patch.setattr(verification, "own_positions", lambda layout, *rest: whole("striped", *rest))
+
+    found = failed(rows(twin_of_sp("llama-tiny", MeshConfig(1, sp=2, ulysses=1)), plant))
+    assert {"loss of step 1", "gradient norm", "gradient of embedding.weight"} <= set(found)
+
+
+def test_gradients_that_travel_over_dp_and_not_over_sp_are_named():
+    def plant(patch):
+        init = GradientBuckets.__init__
+        patch.setattr(
+            GradientBuckets, "__init__", lambda self, parameters, axis, mb: init(self, parameters, Axis(), mb)
+        )
+
+    found = failed(rows(twin_of_sp("llama-tiny", MeshConfig(1, sp=2)), plant))
+    assert "gradient norm" in found and "gradient of embedding.weight" in found
+    assert "loss of step 1" not in found
 
 
 def test_norms_that_are_not_summed_are_named():
@@ -129,6 +177,24 @@ def test_a_twin_has_the_structure_of_what_it_stands_for(preset):
         for name in ("vocab_size", "ffn"):
             assert getattr(model, name) % (2 * tp) == getattr(whole, name) % (2 * tp), name
             assert getattr(model, name) <= getattr(whole, name)
-        assert small.train.seq_len % (2 * tp) == 61 % (2 * tp) or small.train.seq_len == model.max_seq_len
+        assert small.train.seq_len % (2 * tp) == 61 % (2 * tp)
         assert small.train.global_batch // 2 // small.train.micro_batch == 2  # microbatches remain
         assert small.train.dtype == "float64"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize(("sp", "ulysses", "tp"), [(2, 1, 1), (2, 2, 2), (4, 2, 2), (8, 1, 1), (8, 4, 1), (3, 1, 4)])
+def test_a_twin_keeps_how_the_sequence_is_cut(sp, ulysses, tp, layout):
+    model = ModelConfig(heads=8, kv_heads=4, window=100)
+    mesh = MeshConfig(2, sp=sp, ulysses=ulysses, tp=tp, layout=layout, keep_kv=True)
+    for pieces in (1, 5, 40):
+        seq_len = pieces * mesh.sequence_divisor
+        config = Config(model, mesh, DataConfig(separate_documents=True), TrainConfig(seq_len=seq_len))
+        small = shrunk(resolve(check(config)))
+        assert resolve(check(small)).mesh == small.mesh == mesh
+        assert small.data.separate_documents
+        assert small.train.seq_len <= min(seq_len, max(12, 2 * tp) * sp + 2 * tp * sp)
+        assert (small.train.seq_len - seq_len) % (2 * tp * sp) == 0
+        assert 0 < small.model.window < max(2, small.train.seq_len)
+    without = shrunk(resolve(check(replace(config, model=replace(model, window=0)))))
+    assert without.model.window == 0
