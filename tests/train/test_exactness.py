@@ -1,11 +1,12 @@
-"""The mesh never changes the mathematics: ten training steps on dp × tp against the mesh of one, in float64."""
+"""The mesh never changes the mathematics: ten training steps on dp × sp × tp against the mesh of one, in float64."""
 
+import itertools
 import math
 
 import pytest
-from trajectory import OPTIMIZER, STEPS, Case, dense, distance
+from trajectory import OPTIMIZER, STEPS, Case, Way, dense, distance
 
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.layout import LAYOUTS, sequence_divisor
 from megalite.testing import run_ranks
 
 LOSS, NORM, GRADIENT = 1e-10, 1e-10, 1e-9  # relative
@@ -13,13 +14,9 @@ HEADS = {1: 6, 2: 6, 3: 6, 4: 4, 5: 5, 6: 6, 7: 7, 8: 8}  # that tp divides
 BATCH = {1: 4, 2: 4, 3: 6, 4: 8, 5: 5, 6: 6, 7: 7, 8: 8}  # that dp divides
 
 
-def check(case, dp, tp, sequence_parallel, micro_batch):
+def check(case, way):
     expected = dense(case)
-
-    def run():
-        return distance(case, Mesh(dp=dp, tp=tp), sequence_parallel, micro_batch, expected)
-
-    found = run_ranks(run, dp * tp)
+    found = run_ranks(lambda: distance(case, way, expected), way.ranks)
     loss, norm = max(d.loss for d in found), max(d.norm for d in found)
     gradient, name = max((d.gradient, d.name) for d in found)
     print(f"exactness: loss {loss:.1e} norm {norm:.1e} gradient {gradient:.1e} ({name})")
@@ -28,39 +25,77 @@ def check(case, dp, tp, sequence_parallel, micro_batch):
     assert gradient <= GRADIENT, name
 
 
+def kv_heads_of(heads, tp):
+    """Every number of kv heads that tp ranks can hold."""
+    return [k for k in range(1, heads + 1) if heads % k == 0 and (k % tp == 0 or tp % k == 0)]
+
+
 def cases(dp, tp):
-    """Every style and number of kv heads that tp ranks can hold, tokens split or not, with and without accumulation."""
+    """Every style and number of kv heads, tokens split over tp or not, with and without accumulation."""
     heads, batch = HEADS[tp], BATCH[dp]
-    kv_heads = [k for k in range(1, heads + 1) if heads % k == 0 and (k % tp == 0 or tp % k == 0)]
+    kv_heads = kv_heads_of(heads, tp)
     ways = [(True, 0)] + [(False, 0)] * (tp > 1) + [(tp % 2 == 0 or tp == 1, 1)] * (batch > dp)
     for style in ("llama", "gpt2", "llama tied"):
         for kv in {"llama": kv_heads, "gpt2": {kv_heads[0], heads}, "llama tied": [kv_heads[0]]}[style]:
             for sequence_parallel, micro_batch in ways:
-                yield Case(style, heads, kv, batch), dp, tp, sequence_parallel, micro_batch
+                yield Case(style, heads, kv, batch), Way(dp, 1, tp, sequence_parallel, micro_batch)
 
 
-MESHES = [(dp, tp) for dp in range(1, 9) for tp in range(1, 9) if dp * tp <= 8]
-EVERY = [case for dp, tp in MESHES for case in cases(dp, tp)]
+def cases_of_sp(dp, sp, tp):
+    """Every ulysses, layout, window and separation of documents; styles, kv heads, accumulation, … take turns.
+
+    A rank has an odd number of tokens of each sequence, or twice an odd number where zigzag wants two pieces.
+    """
+    turn = itertools.count(dp + sp + tp)
+    for ulysses in (u for u in range(1, sp + 1) if sp % u == 0):
+        heads = tp * ulysses * max(1, 6 // (tp * ulysses))
+        for layout in LAYOUTS if ulysses < sp else ["zigzag"]:
+            length = 3 * sequence_divisor(layout, sp // ulysses, ulysses)
+            for window, documents in itertools.product((0, length // 3 + 1), (False, True)):
+                i = next(turn)
+                style, kv_heads = ("llama", "gpt2", "llama tied")[i % 3], kv_heads_of(heads, tp)
+                case = Case(
+                    style, heads, kv_heads[(i + i // 4) % len(kv_heads)], BATCH[dp], length, 0.0, window, documents
+                )
+                micro_batch = i % 7 % 2 if BATCH[dp] > dp else 0
+                yield case, Way(dp, sp, tp, i % 5 != 1, micro_batch, ulysses, layout, keep_kv=i // 3 % 2 == 1)
+
+
+EVERY = [case for dp in range(1, 9) for tp in range(1, 8 // dp + 1) for case in cases(dp, tp)]
+MESHES_OF_SP = [m for m in itertools.product((1, 2, 3, 4), (2, 3, 4, 8), (1, 2, 3, 4)) if math.prod(m) <= 8]
+EVERY_OF_SP = [case for mesh in MESHES_OF_SP for case in cases_of_sp(*mesh)]
 
 
 def name_of(case):
-    what, dp, tp, sequence_parallel, micro_batch = case
-    split = " sequence" * (sequence_parallel and tp > 1)
-    return f"dp{dp} tp{tp}{split} {what.style} heads {what.heads}/{what.kv_heads} micro {micro_batch}"
+    what, way = case
+    split = " sequence" * (way.sequence_parallel and way.tp > 1)
+    sp = f" sp{way.sp}={way.sp // way.ulysses}x{way.ulysses} {way.layout}{' kept' * way.keep_kv}" if way.sp > 1 else ""
+    window, documents = f" window {what.window}" if what.window else "", " documents" * what.documents
+    model = f"{what.style} heads {what.heads}/{what.kv_heads} length {what.length}{window}{documents}"
+    return f"dp{way.dp}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
 
 
 HANDFUL = [
-    (Case(), 1, 2, True, 0),
-    (Case("gpt2"), 1, 2, True, 1),
-    (Case("gpt2", kv_heads=1), 1, 3, False, 0),
-    (Case(kv_heads=2, z_loss=1e-2), 1, 2, False, 1),
-    (Case(kv_heads=3), 1, 3, True, 2),
-    (Case(heads=4, kv_heads=1), 1, 4, True, 0),
-    (Case("llama tied", heads=4, kv_heads=2), 2, 4, True, 1),
-    (Case("gpt2"), 2, 1, True, 1),
-    (Case(batch=6), 3, 2, True, 2),
-    (Case("gpt2", batch=7), 7, 1, True, 0),
-    (Case("gpt2", batch=6, z_loss=1e-3), 2, 3, True, 1),
+    (Case(), Way(tp=2)),
+    (Case("gpt2"), Way(tp=2, micro_batch=1)),
+    (Case("gpt2", kv_heads=1), Way(tp=3, sequence_parallel=False)),
+    (Case(kv_heads=2, z_loss=1e-2), Way(tp=2, sequence_parallel=False, micro_batch=1)),
+    (Case(kv_heads=3), Way(tp=3, micro_batch=2)),
+    (Case(heads=4, kv_heads=1), Way(tp=4)),
+    (Case("llama tied", heads=4, kv_heads=2), Way(dp=2, tp=4, micro_batch=1)),
+    (Case("gpt2"), Way(dp=2, micro_batch=1)),
+    (Case(batch=6), Way(dp=3, tp=2, micro_batch=2)),
+    (Case("gpt2", batch=7), Way(dp=7)),
+    (Case("gpt2", batch=6, z_loss=1e-3), Way(dp=2, tp=3, micro_batch=1)),
+    # the sequence cut over sp
+    (Case(length=12), Way(sp=2)),
+    (Case("gpt2", length=6, documents=True), Way(sp=2, ulysses=2, micro_batch=1)),
+    (Case(kv_heads=2, length=9, window=4, z_loss=1e-2), Way(sp=3, layout="striped")),
+    (Case("llama tied", heads=4, kv_heads=2, length=12), Way(sp=4, ulysses=2, keep_kv=True)),
+    (Case("gpt2", heads=4, kv_heads=1, length=15), Way(sp=3, tp=2, layout="contiguous", micro_batch=1)),
+    (Case(length=6, batch=3, window=3), Way(sp=2, tp=2, layout="striped", micro_batch=1)),  # 3 tokens over a tp of 2
+    (Case("gpt2", length=12, window=5, documents=True), Way(dp=2, sp=2, tp=2, keep_kv=True)),
+    (Case(heads=4, kv_heads=2, length=24, documents=True), Way(sp=8, ulysses=2, layout="contiguous")),
 ]
 
 
@@ -76,10 +111,25 @@ def test_ten_steps_on_every_mesh_are_those_of_the_mesh_of_one(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("length", [1, 2, 7, 32])
+@pytest.mark.parametrize("case", EVERY_OF_SP, ids=name_of)
+def test_ten_steps_with_the_sequence_cut_in_every_way_are_those_of_the_mesh_of_one(case):
+    check(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("length", [1, 2, 7, 48])
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_any_length_of_sequence(style, length):
-    check(Case(style, length=length), 2, 3, True, 1)
+    check(Case(style, length=length), Way(dp=2, tp=3, micro_batch=1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pieces", [1, 2, 7, 12])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_length_of_sequence_that_sp_divides(layout, pieces):
+    """From a token a piece to the longest sequence that the model takes."""
+    length = pieces * sequence_divisor(layout, 2, 1)
+    check(Case("gpt2", length=length), Way(sp=2, tp=3, layout=layout, micro_batch=1))
 
 
 def test_what_is_compared_is_a_run_that_learns():
@@ -89,13 +139,22 @@ def test_what_is_compared_is_a_run_that_learns():
         assert abs(run.losses[0] - math.log(1001)) < 1
         assert run.losses[-1] < run.losses[0] - 1
         assert sum(norm > OPTIMIZER.clip for norm in run.norms) >= STEPS // 2
-    _, targets = Case().data()
-    counts = (targets != -100).sum(1).tolist()
+    counts = (Case().data().targets != -100).sum(1).tolist()
     assert counts[0] == 1 and counts[-1] == 11 and len(set(counts)) == 4
 
 
 def test_a_difference_is_seen():
     """The measure itself: a z-loss of a billionth is out of bounds."""
     expected = dense(Case())
-    for found in run_ranks(lambda: distance(Case(z_loss=1e-9), Mesh(dp=2), True, 0, expected), 2):
+    for found in run_ranks(lambda: distance(Case(z_loss=1e-9), Way(dp=2), expected), 2):
         assert found.loss > LOSS and found.gradient > GRADIENT
+
+
+def test_a_window_and_separate_documents_change_what_is_trained():
+    """Else that they agree on two meshes would say nothing."""
+    for length in {what.length for what, way in HANDFUL if way.sp > 1}:
+        losses = [
+            tuple(dense(Case(length=length, window=window, documents=documents)).losses)
+            for window, documents in itertools.product((0, length // 3 + 1), (False, True))
+        ]
+        assert len(set(losses)) == 4

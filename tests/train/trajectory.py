@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, OptimizerConfig
+from megalite.data import Batch
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
+from megalite.parallel.sharding import Shard
 from megalite.testing import run_ranks
 from megalite.train.gradients import finish_gradients
 from megalite.train.lr import learning_rate
 from megalite.train.step import TrainStep
+from megalite.train.verify import own_share
 
 STEPS = 10
 VOCABULARY = 1001
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup=3, clip=0.5, weight_decay=0.1)  # clips at most steps
 
-LLAMA = ModelConfig(vocab_size=VOCABULARY, layers=2, max_seq_len=32, init_std=0.1)
+LLAMA = ModelConfig(vocab_size=VOCABULARY, layers=2, max_seq_len=48, init_std=0.1)
 GPT2 = replace(
     LLAMA, positions="learned", norm="layernorm", activation="gelu_tanh", bias=True, tied=True, kv_heads=0, ffn=0
 )
@@ -30,7 +33,7 @@ STYLES = {"llama": LLAMA, "gpt2": GPT2, "llama tied": replace(LLAMA, tied=True)}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. kv_heads 0: as many as heads; micro_batch 0: all of a rank's share at once."""
+    """What is trained. kv_heads 0: as many as heads; window 0: none; documents: several in a sequence, apart."""
 
     style: str = "llama"
     heads: int = 6
@@ -38,48 +41,75 @@ class Case:
     batch: int = 4
     length: int = 11  # odd: no sequence divides over any tp
     z_loss: float = 0.0
+    window: int = 0
+    documents: bool = False
 
     @property
     def model(self) -> ModelConfig:
         sizes = {"hidden": 8 * self.heads, "heads": self.heads, "kv_heads": self.kv_heads, "ffn": 5 * self.heads}
-        return replace(STYLES[self.style], head_dim=0, **sizes)
+        return replace(STYLES[self.style], head_dim=0, window=self.window, **sizes)
 
-    def data(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets; of the first row hardly a target counts, of the last one all do."""
+    def data(self) -> Batch:
+        """The global batch; of the first row hardly a target counts, of the last one all do."""
         generator = torch.Generator().manual_seed(11)
         block = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=generator)
         tokens, targets = block[:, :-1], block[:, 1:].clone()
         for row in range(self.batch):
             targets[row, : (self.length - 1) * (self.batch - 1 - row) // max(1, self.batch - 1)] = -100
-        return tokens, targets
+        ends = torch.randint(8, tokens.shape, generator=generator) == 0
+        return Batch(tokens, targets, ends.cumsum(1) if self.documents else None)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where and how it is trained: what must change no number. micro_batch 0: all of a rank's share at once."""
+
+    dp: int = 1
+    sp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
+    micro_batch: int = 0
+    ulysses: int = 1
+    layout: str = "zigzag"
+    keep_kv: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.sp * self.tp
+
+    def mesh(self) -> Mesh:
+        return Mesh(self.dp, 1, self.sp, self.tp, self.ulysses)
+
+    def gpt(self, config: ModelConfig, mesh: Mesh) -> GPT:
+        further = {"sequence_parallel": self.sequence_parallel, "layout": self.layout, "keep_kv": self.keep_kv}
+        return GPT(config, mesh, seed=5, **further)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses and gradient norms of all steps, and the first gradients as this rank holds them."""
+    """Losses and gradient norms of all steps, the first gradients as this rank holds them, and how they are cut."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
+    table: dict[str, Shard]
 
 
-def train(case: Case, mesh: Mesh, sequence_parallel: bool = True, micro_batch: int = 0) -> Trajectory:
+def train(case: Case, way: Way, mesh: Mesh) -> Trajectory:
     """Ten steps on this rank, in float64. Sets the default dtype for the time being."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        model = GPT(case.model, mesh, seed=5, sequence_parallel=sequence_parallel)
-        step = TrainStep(model, OPTIMIZER, micro_batch=micro_batch, z_loss=case.z_loss, bucket_mb=0.02)
-        share = case.batch // mesh.dp.size
-        own = slice(mesh.dp.rank * share, (mesh.dp.rank + 1) * share)
-        tokens, targets = (x[own] for x in case.data())
+        model = way.gpt(case.model, mesh)
+        step = TrainStep(model, OPTIMIZER, micro_batch=way.micro_batch, z_loss=case.z_loss, bucket_mb=0.02)
+        tokens, targets, documents = own_share(case.data(), mesh, way.layout)
 
-        step.backward(tokens, targets)
+        step.backward(tokens, targets, documents)
         finish_gradients(model, step.buckets, step.table, mesh, clip=0)
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         step.optimizer.zero_grad()
-        results = [step(tokens, targets, learning_rate(i, STEPS, OPTIMIZER)) for i in range(STEPS)]
-        return Trajectory([r.loss for r in results], [r.grad_norm for r in results], gradients)
+        results = [step(tokens, targets, learning_rate(i, STEPS, OPTIMIZER), documents=documents) for i in range(STEPS)]
+        return Trajectory([r.loss for r in results], [r.grad_norm for r in results], gradients, step.table)
     finally:
         torch.set_default_dtype(before)
 
@@ -87,7 +117,7 @@ def train(case: Case, mesh: Mesh, sequence_parallel: bool = True, micro_batch: i
 @cache
 def dense(case: Case) -> Trajectory:
     """On the mesh of one, the whole batch at once; on a rank, which has one thread and so computes the same twice."""
-    return run_ranks(train, 1, case, Mesh())[0]
+    return run_ranks(train, 1, case, Way(), Mesh())[0]
 
 
 @dataclass(frozen=True)
@@ -100,13 +130,13 @@ class Distance:
     name: str
 
 
-def distance(case: Case, mesh: Mesh, sequence_parallel: bool, micro_batch: int, expected: Trajectory) -> Distance:
+def distance(case: Case, way: Way, expected: Trajectory) -> Distance:
     """How far this rank is from the mesh of one."""
-    actual = train(case, mesh, sequence_parallel, micro_batch)
-    table = TrainStep(GPT(case.model, mesh, sequence_parallel=sequence_parallel), OPTIMIZER).table
-    assert table.keys() == actual.gradients.keys() == expected.gradients.keys()
+    mesh = way.mesh()
+    actual = train(case, way, mesh)
+    assert actual.table.keys() == actual.gradients.keys() == expected.gradients.keys()
     errors = {}
-    for name, shard in table.items():
+    for name, shard in actual.table.items():
         whole = expected.gradients[name]
         difference = actual.gradients[name] - cut(whole, shard, mesh.tp.rank)
         errors[name] = (difference.abs().max() / whole.abs().max()).item()
