@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has its share of the batch; gradients are summed over dp in flat buckets.
+"""Data parallelism: every rank has its share of the batch; gradients are summed over them in flat buckets.
 
     backward ─▶  head  block₁₁ … block₆  │  block₅ … block₀  embedding
                  └──── bucket 0 ───────┘    └──── bucket 1 ─────────┘
@@ -8,6 +8,7 @@ Buckets are filled in the reverse order of the parameters, which is about the or
 leave in that order, so that all ranks issue the same collectives. A bucket exists from the first gradient that
 enters it to the optimizer's step: afterwards `parameter.grad` is a view into it.
 
+Where sequences are cut over sp, its ranks hold the same weights as well, and the axis is dp × sp (`mesh.replicas`).
 Gradients are summed, not averaged: the loss is divided by the tokens of the global batch before (train/step.py).
 Source: Li et al., PyTorch Distributed (2020), §3.2.
 """

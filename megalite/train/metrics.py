@@ -2,8 +2,8 @@
 
 MFU = tokens/s · FLOPs per token / (ranks · peak of one), with the FLOPs of PaLM's appendix B: 6 N + 12 L·H·Q·T a token,
 forward and backward, no causal halving; N counts the weights that are multiplied (the head, tied or not, but no
-embedding or position table). The peak is the data sheet's for GPUs, and on CPUs what a matrix product reaches here and
-now with every rank computing.
+embedding or position table), T is the sequence, or the window where that is shorter. The peak is the data sheet's for
+GPUs, and on CPUs what a matrix product reaches here and now with every rank computing.
 
 Source: Chowdhery et al., PaLM (2022), appendix B. Peaks: NVIDIA data sheets, dense, by dtype.
 """

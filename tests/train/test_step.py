@@ -11,6 +11,7 @@ from trajectory import OPTIMIZER, Case, Way
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.traffic import traffic
 from megalite.train.step import TrainStep, microbatches
 from megalite.train.verify import own_share
 
@@ -165,6 +166,20 @@ def test_tokens_are_counted_over_dp_and_sp():
     for way in (Way(dp=2, sp=2), Way(sp=4, ulysses=2), Way(sp=2, tp=2)):
         step, tokens, targets = made(way.mesh(), case)
         assert step(tokens, targets).tokens == expected
+
+
+@pytest.mark.ranks(8)
+def test_gradients_travel_once_over_dp_and_sp():
+    """2 (d − 1) / d of the weights, on the axis of all ranks that hold the same; the scalars are gathered."""
+    for way in (Way(dp=2, sp=4), Way(dp=2, sp=2, tp=2), Way(sp=8), Way(sp=4, tp=2), Way(dp=4, tp=2)):
+        mesh = way.mesh()
+        step, tokens, targets = made(mesh, Case("gpt2", heads=4, length=16), micro_batch=1)
+        traffic.reset()
+        step(tokens, targets)
+        weights = 8 * sum(parameter.numel() for parameter in step.model.parameters())
+        d = mesh.replicas.size
+        assert traffic.bytes[mesh.replicas.name, "all_reduce"] == 2 * (d - 1) * weights // d
+        assert traffic.calls[mesh.replicas.name, "all_reduce"] == 1
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(0, [5]), (2, [2, 2, 1]), (5, [5]), (9, [5])])
