@@ -14,7 +14,7 @@ axis=mesh.ring))`. A rank's tokens are then a slice, in order, of what one place
 Not to be confused with sequence.py, which splits tokens over tp between the linears.
 
 Bytes that a rank sends, forward, on n ranks: (n−1)/n · b · s/n · e · itemsize · (2 · heads + 2 · kv), where kv is the
-kv heads, or n where that is more (each rank then gets one); backward as many.
+kv heads, each as often as it travels: n of them in all where there are fewer; backward as many.
 
 Sources: Jacobs et al., DeepSpeed Ulysses (2023), §3; Fang and Zhao, USP (2024), §3.
 """
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from megalite.parallel.collectives import all_to_all
@@ -66,26 +67,17 @@ def ulysses_attention(
     further |= {name: value for name, value in (("window", window), ("scale", scale)) if value is not None}
     if axis.size == 1:
         return attend(q, k, v, **further)
-    own, own_kv = heads // axis.size, _kv_heads_of_each_rank(heads, kv_heads, axis.size)
-    to_all = torch.cat([q, k, v], 2)[:, :, _by_rank(heads, kv_heads, own_kv, q.device)]
-    q, k, v = all_to_all(to_all, axis, dim=2, concat_dim=1).split([own, len(own_kv[0]), len(own_kv[0])], 2)
+    repeats = _repeats(heads, kv_heads, axis.size)
+    k, v = (repeat(x, "b s h e -> b s (h r) e", r=repeats) for x in (k, v))
+    to_each = [rearrange(x, "b s (n h) e -> n b s h e", n=axis.size) for x in (q, k, v)]
+    own = all_to_all(torch.cat(to_each, 3), axis, dim=0, concat_dim=2).squeeze(0)
+    q, k, v = own.split([x.shape[3] for x in to_each], 2)
     return all_to_all(attend(q, k, v, **further), axis, dim=1, concat_dim=2)
 
 
-def _kv_heads_of_each_rank(heads: int, kv_heads: int, ranks: int) -> list[list[int]]:
-    """The kv heads that the query heads of each rank use: as few as one kernel call can do with."""
+def _repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each kv head travels: as little as lets every rank's heads form groups of one size."""
     group, own = heads // kv_heads, heads // ranks
-    # without repetition where a rank has whole groups, or a part of one; else one for each query head
-    step = group if own % group == 0 else own if group % own == 0 else 1
-    return [[head // group for head in range(rank * own, (rank + 1) * own, step)] for rank in range(ranks)]
-
-
-def _by_rank(heads: int, kv_heads: int, own_kv: list[list[int]], device: torch.device) -> Tensor:
-    """Which of the heads of q, k, v side by side go to rank 0, to rank 1, …"""
-    own = heads // len(own_kv)
-    order: list[int] = []
-    for rank, kv in enumerate(own_kv):
-        order += range(rank * own, (rank + 1) * own)
-        order += [heads + head for head in kv]
-        order += [heads + kv_heads + head for head in kv]
-    return torch.tensor(order, device=device)
+    if own % group == 0:  # whole groups a rank
+        return 1
+    return group // own if group % own == 0 else group
