@@ -42,22 +42,21 @@ def cases(dp, tp):
 
 
 def cases_of_sp(dp, sp, tp):
-    """Every ulysses, layout, window and separation of documents; styles, kv heads, accumulation, … take turns.
+    """Every ulysses and layout, twice: windows, documents, styles, kv heads, accumulation, … take turns.
 
     A rank has an odd number of tokens of each sequence, or twice an odd number where zigzag wants two pieces.
     """
     turn = itertools.count(dp + sp + tp)
     for ulysses in (u for u in range(1, sp + 1) if sp % u == 0):
         heads = tp * ulysses * max(1, 6 // (tp * ulysses))
+        kv_heads = kv_heads_of(heads, tp)
         for layout in LAYOUTS if ulysses < sp else ["zigzag"]:
             length = 3 * sequence_divisor(layout, sp // ulysses, ulysses)
-            for window, documents in itertools.product((0, length // 3 + 1), (False, True)):
-                i = next(turn)
-                style, kv_heads = ("llama", "gpt2", "llama tied")[i % 3], kv_heads_of(heads, tp)
-                case = Case(
-                    style, heads, kv_heads[(i + i // 4) % len(kv_heads)], BATCH[dp], length, 0.0, window, documents
-                )
+            for i in itertools.islice(turn, 2):
+                style, kv = ("llama", "gpt2", "llama tied")[i % 3], kv_heads[(i + i // 4) % len(kv_heads)]
+                window, documents = i % 2 * (length // 3 + 1), i // 2 % 2 == 1
                 micro_batch = i % 7 % 2 if BATCH[dp] > dp else 0
+                case = Case(style, heads, kv, BATCH[dp], length, window=window, documents=documents)
                 yield case, Way(dp, sp, tp, i % 5 != 1, micro_batch, ulysses, layout, keep_kv=i // 3 % 2 == 1)
 
 

@@ -162,3 +162,7 @@ def test_data_is_checked_when_it_is_opened(config, tmp_path):
         open_data(replace(config, model=replace(config.model, vocab_size=50)))
     with pytest.raises(DataError, match="4000 tokens are too few for seq_len 5000"):
         open_data(replace(config, train=replace(config.train, seq_len=5000)))
+    with TokenWriter(tmp_path / "endless", 97) as writer:
+        writer.write(np.arange(4000) % 97)
+    with pytest.raises(DataError, match="no end_of_text tells where a document ends"):
+        open_data(replace(config, data=DataConfig((str(tmp_path / "endless"),), separate_documents=True)))
