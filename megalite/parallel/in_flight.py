@@ -158,9 +158,9 @@ def _all_reduce(x: Tensor, axis: str, size: int, group: str) -> Tensor:
 )
 def _all_gather(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     _record(axis, size, "all_gather", x, copies=size)
-    # Not all_gather_into_tensor: on gloo its name is ALLGATHER_COALESCED. The two threads of a gloo group write down the
-    # name of the last collective without a lock (PyTorch 2.13, ProcessGroupGloo::runLoop). A std::string keeps up to 15
-    # letters in itself; a longer name lies on the heap, and of two threads at once both free the one before.
+    # Not all_gather_into_tensor: on gloo its name is ALLGATHER_COALESCED. The two threads of a gloo group note the name
+    # of the last collective without a lock (PyTorch 2.13, ProcessGroupGloo::runLoop). A std::string keeps 15 letters
+    # within itself; a longer name lies on the heap, and two threads at once both free the one before.
     whole = x.new_empty((size, *x.shape))
     return _c10d.all_gather_into_tensor_out(x.unsqueeze(0), size, group, out=whole)
 
