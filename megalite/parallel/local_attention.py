@@ -151,10 +151,10 @@ class _Attention(Function):
 
 
 def _again(ctx: Any, k: Tensor, v: Tensor, kept: list[Tensor]) -> Iterator[tuple[int, Block]]:
-    """The blocks that forward kept."""
-    yield from Exchange.blocks(ctx.exchange, k, v)
+    """The blocks that forward kept, and the own one last, while the others' gradients are on their way home."""
     for (source, keys), its_k, its_v in zip(ctx.kept, kept[::2], kept[1::2], strict=True):
         yield source, Block(its_k, its_v, keys)
+    yield from Exchange.blocks(ctx.exchange, k, v)
 
 
 @dataclass(frozen=True)

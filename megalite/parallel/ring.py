@@ -18,7 +18,7 @@ layout.py.
 
 Bytes that a rank sends, with B = 2 · b · s/n · kv_heads · e · itemsize of k and v and n ranks:
 
-    forward      (n − 1) · B · f      f = 1 not causal; 3/4 zigzag, 1/2 contiguous (means over the ranks); 1 striped
+    forward      (n − 1) · B · f      mean over the ranks; f = 1, or causal 3/4 zigzag, 1/2 contiguous, 1 − n/2s striped
     backward     as much for k and v, unless they are kept, and as much for their gradients, which for half precision
                  are float32 on CPUs and so twice as much
 
