@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
+from megalite.parallel.kernels import CudaEfficient, CudaFlash, Reference, kernel_for
+from megalite.parallel.layout import LAYOUTS, own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
 from megalite.train.step import TrainStep
@@ -79,3 +81,52 @@ def test_compiled_is_eager(config: ModelConfig) -> None:
     tokens, targets = (x.cuda() for x in batch(2))
     model = GPT(config).cuda()
     assert torch.compile(model)(tokens, targets).item() == pytest.approx(model(tokens, targets).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+@pytest.mark.parametrize("size", [64, 80, 20])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_keys_merge_and_give_the_gradients_of_the_reference(dtype, heads, kv_heads, size, causal) -> None:
+    """Each half of the keys by the kernel of the device, with out and lse of all keys, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads, kv_heads, kv_heads, heads)
+    q, k, v, grad = (torch.randn(2, 96, n, size, generator=generator).to(dtype).cuda() for n in counts)
+    kernel, scale = kernel_for(q), size**-0.5
+    expected = {torch.bfloat16: CudaFlash, torch.float16: CudaFlash, torch.float32: CudaEfficient}
+    assert isinstance(kernel, expected.get(dtype, Reference))
+    truth, truth_lse = Reference().forward(*(x.double() for x in (q, k, v)), causal, scale)
+    truths = Reference().backward(*(x.double() for x in (grad, q, k, v)), truth, truth_lse, causal, scale)
+    if causal:
+        out, lse = kernel.forward(q, k, v, True, scale)
+        grads = kernel.backward(grad, q, k, v, out, lse, True, scale)
+    else:
+        halves = [(k[:, a], v[:, a]) for a in (slice(0, 40), slice(40, 96))]
+        parts = [kernel.forward(q, *half, False, scale) for half in halves]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        out = sum(part * (part_lse - lse).exp().unsqueeze(-1) for part, part_lse in parts).to(dtype)
+        of_halves = [kernel.backward(grad, q, *half, out, lse, False, scale) for half in halves]
+        dq = of_halves[0][0] + of_halves[1][0]
+        grads = dq, *(torch.cat(both, 1) for both in zip(*(x[1:] for x in of_halves), strict=True))
+    bound = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 2e-5, torch.float64: 1e-12}[dtype]
+    for actual, whole in zip((out, *grads), (truth, *truths), strict=True):
+        assert (actual.double() - whole).abs().max() <= bound * whole.abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_two_ranks_that_share_a_sequence_are_the_dense_model(config: ModelConfig, layout: str, ulysses: int) -> None:
+    def on_rank() -> tuple[list[float], list[float]]:
+        torch.set_default_dtype(torch.float64)
+        tokens, targets = batch(4, 24)
+        mesh = Mesh(sp=2, ulysses=ulysses)
+        own = torch.from_numpy(own_positions(layout, mesh.ring.size, ulysses, mesh.sp.rank, 24))
+        with torch.device("cuda"):
+            dense, parallel = GPT(config), GPT(config, mesh, layout=layout)
+        return losses(dense, tokens, targets), losses(parallel, tokens[:, own], targets[:, own])
+
+    pytest.importorskip("cloudpickle", reason="cloudpickle is not installed, and run_ranks needs it")
+    from megalite.testing import run_ranks
+
+    for dense, parallel in run_ranks(on_rank, 2, timeout=300):
+        assert parallel == pytest.approx(dense, rel=1e-10)

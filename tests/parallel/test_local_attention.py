@@ -4,7 +4,7 @@ import pytest
 import torch
 from dense_attention import dense_attention, draw_documents, draw_qkv, with_gradients, worst
 
-from megalite.parallel.kernels import CpuFlash, Reference, kernel_for
+from megalite.parallel.kernels import CpuFlash, CudaEfficient, CudaFlash, Reference, kernel_for
 from megalite.parallel.local_attention import local_attention, work
 
 MASKS = [(True, None), (True, 1), (True, 7), (True, 64), (False, None)]
@@ -63,6 +63,19 @@ def test_the_kernel_is_the_reference(dtype, causal):
     assert worst([out, lse], [expected, expected_lse]) <= bound
     arguments = (grad, q, k, v, out.to(dtype), lse, causal, 0.3)
     assert worst(kernel.backward(*arguments), reference.backward(*arguments)) <= 10 * bound
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(CudaFlash(), torch.bfloat16), (CudaEfficient(), torch.float32)])
+@pytest.mark.parametrize("size", [64, 20])
+@pytest.mark.parametrize(("keys", "causal"), [(40, True), (24, False)])
+def test_calls_of_gpu_kernels_fit_their_signatures(kernel, dtype, size, keys, causal):
+    """By shapes alone, which need no GPU; what they compute is tests/test_gpu.py's."""
+    q = torch.empty(2, 40, 6, size, dtype=dtype, device="meta")
+    k = v = torch.empty(2, keys, 2, size, dtype=dtype, device="meta")
+    out, lse = kernel.forward(q, k, v, causal, 0.3)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (2, 40, 6), torch.float32)
+    grads = kernel.backward(out, q, k, v, out, lse, causal, 0.3)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def test_work_is_counted_by_what_the_mask_shows():
