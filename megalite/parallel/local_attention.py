@@ -106,6 +106,9 @@ def attend(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} given; q [b, s, heads, e] and k, v "
             f"[b, s, kv_heads, e], kv_heads a divisor of heads, would do"
         )
+    documents, whole = plan.mask.documents, (q.shape[0], plan.ranks * q.shape[1])
+    if documents is not None and documents.shape != whole:
+        raise ValueError(f"documents of {list(documents.shape)} tokens given; {list(whole)}, over all ranks, would do")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _Attention.apply(q, k, v, plan, exchange, keep, _Tiled(kernel_for(q), scale))
 
@@ -131,18 +134,18 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        exchange, dq, dk, dv = ctx.exchange, _Sum(q), _Sum(k), _Sum(v)
+        exchange, tiled = ctx.exchange, ctx.tiled
+        dq, dk, dv = _Sum(q), _Sum(k), _Sum(v)
         for source, block in exchange.blocks(k, v) if ctx.kept is None else _again(ctx, k, v, kept):
             own = source == exchange.rank
             its_dk, its_dv = (dk, dv) if own else (_Sum(block.k), _Sum(block.v))
             for tile in ctx.plan.tiles(exchange.rank, source):
-                parts = ctx.tiled.backward(tile, grad, q, block, out, lse)
-                for total, keys, part in zip(
-                    (dq, its_dk, its_dv), (tile.queries, *[tile.keys] * 2), parts, strict=True
-                ):
-                    total.add(part, keys if total is dq else _within(keys, block), tile.row)
+                part_dq, part_dk, part_dv = tiled.backward(tile, grad, q, block, out, lse)
+                dq.add(part_dq, tile.queries, tile.row)
+                its_dk.add(part_dk, _within(tile.keys, block), tile.row)
+                its_dv.add(part_dv, _within(tile.keys, block), tile.row)
             if not own:
-                dtype = ctx.tiled.kernel.dtype(k.dtype)
+                dtype = tiled.kernel.dtype(k.dtype)
                 exchange.send_home(source, its_dk.result(dtype), its_dv.result(dtype))
         for block in exchange.came_home():
             dk.add(block.k, block.keys)

@@ -91,3 +91,10 @@ def test_work_is_counted_by_what_the_mask_shows():
 def test_shapes_that_do_not_fit(k, v):
     with pytest.raises(ValueError, match=r"q \[2, 8, 4, 8\], k .* would do"):
         local_attention(torch.zeros(2, 8, 4, 8), torch.zeros(k), torch.zeros(v))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 7), (16,)])
+def test_documents_of_another_shape(shape):
+    q = torch.zeros(2, 8, 4, 8)
+    with pytest.raises(ValueError, match=r"documents of .* tokens given; \[2, 8\], over all ranks, would do"):
+        local_attention(q, q, q, documents=torch.zeros(shape, dtype=torch.int64))
