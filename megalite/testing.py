@@ -17,6 +17,7 @@ The ranks are processes that stay warm between calls, so that only the first cal
 pytest, `@pytest.mark.ranks(2, 4)` runs the body of a test on two ranks and then on four.
 """
 
+import copyreg
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,10 @@ from megalite.parallel.sharding import Shard
 from megalite.rank_pool import GUILT, OUTCOMES, Failed, RankPool, Returned
 
 STEP: Optimizer = partial(torch.optim.AdamW, lr=0.01)
+
+# a function that calls torch.ops.aten.… is pickled with these two, which cannot be
+copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))
+copyreg.pickle(type(torch.ops.aten), lambda namespace: (getattr, (torch.ops, namespace.name)))
 
 _pool: RankPool | None = None
 

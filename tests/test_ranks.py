@@ -49,6 +49,15 @@ def test_what_a_test_module_defines_reaches_the_ranks():
     assert type(back) is Scale
 
 
+def test_operators_of_torch_reach_the_ranks():
+    namespace = torch.ops.aten
+
+    def run():
+        return (torch.ops.aten.add(1, 1), namespace.mul(3, 2))
+
+    assert run_ranks(run, 2) == [(2, 6)] * 2
+
+
 def test_helper_modules_are_found_as_in_the_parent(tmp_path, monkeypatch):
     (tmp_path / "a_helper.py").write_text("def twice(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(tmp_path)
