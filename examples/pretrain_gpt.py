@@ -44,10 +44,19 @@ def main(overrides: list[str]) -> None:
     device = local_device(world.local_rank, world.local_size)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT(model_config, mesh, seed=train.seed, sequence_parallel=sizes.sequence_parallel, layout=sizes.layout)
+        model = GPT(
+            model_config,
+            mesh,
+            seed=train.seed,
+            sequence_parallel=sizes.sequence_parallel,
+            layout=sizes.layout,
+            keep_kv=sizes.keep_kv,
+        )
 
     # When: forward, backward, gradients summed over dp, sp and tp, clipped, AdamW.
-    step = TrainStep(model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss)
+    step = TrainStep(
+        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=sizes.bucket_mb
+    )
     data = open_data(config)
     own = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
     for index in range(train.steps):

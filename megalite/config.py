@@ -62,9 +62,9 @@ class MeshConfig:
     tp: int = 1
     ulysses: int = 0  # ranks of sp that trade tokens for heads, the rest being a ring; 0: chosen from the kv heads
     layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"  # order of the tokens over the ring
-    keep_kv: bool = False  # the ring's k, v are kept for backward and not sent again: half the bytes, more memory
+    keep_kv: bool = False  # the ring's k, v are kept for backward and not sent again: fewer bytes, more memory
     sequence_parallel: bool = True  # between the linears, tokens are split over tp (Megatron)
-    bucket_mb: float = 25.0  # of gradients that travel together over dp, in MiB
+    bucket_mb: float = 25.0  # of gradients that travel together over dp × sp, in MiB
 
     @property
     def size(self) -> int:

@@ -17,11 +17,20 @@ from megalite.parallel.sharding import Shard
 
 
 def shard_table(module: nn.Module, axis: Axis) -> dict[str, Shard]:
-    """The Shard of every parameter of `module`, by name; a shared (tied) parameter stands under its first name."""
+    """The Shard of every parameter of `module`, by name; a shared (tied) parameter stands under its first name.
+
+    ValueError where a parameter is declared over another axis: its gradient would be summed over the wrong ranks.
+    """
     claimed: dict[str, Shard] = {}
     for prefix, part in module.named_modules():
         for name, shard in getattr(part, "shards", {}).items():
-            claimed.setdefault(f"{prefix}.{name}" if prefix else name, shard)
+            full_name = f"{prefix}.{name}" if prefix else name
+            if shard.ranks > 1 and shard.axis != axis.name:
+                raise ValueError(
+                    f"{full_name} is declared over axis {shard.axis}, and the table is of axis {axis.name}; declared "
+                    f"over {axis.name} it would do, or not at all where GradientBuckets sum over {shard.axis}"
+                )
+            claimed.setdefault(full_name, shard)
     return {
         name: claimed.get(name) or Shard(tuple(parameter.shape), axis.name, axis.size)
         for name, parameter in module.named_parameters()

@@ -1,6 +1,6 @@
 """Megatron sequence parallelism: between the linears the *tokens* are split over tp.
 
-Not to be confused with ulysses.py and ring.py, which split the sequence inside attention, over sp.
+Not to be confused with ulysses.py and ring.py, which attend where sequences are cut over sp, for the whole model.
 
     tokens whole                                      tokens split: residual stream, norms
     qkv ─▶ attention ─▶ o    reduce_scatter ─▶        x + ...  ─▶ norm        ─▶ all_gather    gate_up ─▶ f ─▶ down

@@ -13,8 +13,9 @@ axis=mesh.ring))`. A rank's tokens are then a slice, in order, of what one place
 
 Not to be confused with sequence.py, which splits tokens over tp between the linears.
 
-Bytes that a rank sends, forward, on n ranks: (n−1)/n · b · s/n · e · itemsize · (2 · heads + 2 · kv), where kv is the
-kv heads, each as often as it travels: n of them in all where there are fewer; backward as many.
+Bytes that a rank sends, forward, on n ranks: (n−1)/n · b · s/n · e · itemsize · (2 · heads + 2 · kv), and backward as
+many. kv counts each kv head as often as it travels: as they are where n divides them, n where n is a multiple of them,
+and all heads where neither is so.
 
 Sources: Jacobs et al., DeepSpeed Ulysses (2023), §3; Fang and Zhao, USP (2024), §3.
 """

@@ -12,6 +12,7 @@ from megalite.parallel.sharding import Block, Shard, fused
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.traffic import traffic
 from megalite.parallel.vocab import VocabParallelEmbedding
+from megalite.testing import run_ranks
 
 
 def tp():
@@ -138,3 +139,16 @@ def test_fill_draws_the_whole_and_nothing_on_meta():
         fill(parameter, shard, rank, nn.init.normal_)
         assert torch.equal(parameter, cut(whole, shard, rank))
     fill(torch.empty(3, 2, device="meta"), shard, 0, lambda x: pytest.fail("drew on meta"))
+
+
+def test_a_declaration_over_another_axis_is_refused():
+    """Summed over tp, a gradient that is partial over sp would come out doubled."""
+
+    def run():
+        mesh = Mesh(sp=2)
+        layer = applied_to_own_tokens(nn.LayerNorm(4), mesh.sp)
+        assert shard_table(layer, mesh.sp)["weight"].partial
+        with pytest.raises(ValueError, match="weight is declared over axis sp, and the table is of axis tp"):
+            shard_table(layer, mesh.tp)
+
+    run_ranks(run, 2)
