@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from plain_context_parallel import SentBytes, context_parallel_step
+from plain_context_parallel import SentBytes, context_parallel_step, squared_errors
 
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.gpt import GPT
@@ -50,9 +50,10 @@ MODEL = ModelConfig(vocab_size=4096, hidden=512, layers=4, heads=8, ffn=1408, ma
 Run = Callable[[], object]
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+def draw(length: int, *heads: int, size: int = SIZE, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """`[1, length, heads, size]` for each of `heads`, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, length, count, size, generator=generator).to(dtype) for count in heads]
 
 
 def forward_and_backward(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -106,7 +107,7 @@ def print_ratios(seen: dict[str, dict[str, list[float]]], against: str) -> None:
 def race_attention(rounds: int, kv_heads: int) -> dict[str, dict[str, list[float]]]:
     """One rank over the whole sequence against two over its halves."""
     mesh, ulysses = Mesh(sp=2), Mesh(sp=2, ulysses=2).ulysses
-    *qkv, grad = (draw(1, LENGTH, heads, SIZE) for heads in (HEADS, kv_heads, kv_heads, HEADS))
+    *qkv, grad = draw(LENGTH, HEADS, kv_heads, kv_heads, HEADS)
     *half, half_grad = (x[:, : LENGTH // 2].contiguous() for x in (*qkv, grad))
 
     def alone() -> None:
@@ -152,7 +153,7 @@ def bytes_of_a_layer(method: str, kv_heads: int, keep_kv: bool, part: int) -> tu
     """Sent by this rank, forward and backward."""
     ranks = dist.get_world_size()
     mesh = Mesh(sp=ranks, ulysses=ranks if method == "ulysses" else 1)
-    leaves = [draw(1, part, heads, SIZE).requires_grad_() for heads in (HEADS, kv_heads, kv_heads)]
+    leaves = [x.requires_grad_() for x in draw(part, HEADS, kv_heads, kv_heads)]
     traffic.reset()
     if method == "ulysses":
         out = ulysses_attention(*leaves, mesh.ulysses)
@@ -165,7 +166,7 @@ def bytes_of_a_layer(method: str, kv_heads: int, keep_kv: bool, part: int) -> tu
 
 def flops(layout: str, part: int) -> int:
     """Of this rank, forward and backward."""
-    leaves = [draw(1, part, 2, 8).requires_grad_() for _ in range(3)]
+    leaves = [x.requires_grad_() for x in draw(part, 2, 2, 2, size=8)]
     work.reset()
     ring_attention(*leaves, Mesh(sp=dist.get_world_size()).sp, layout=layout).sum().backward()
     return work.forward + work.backward
@@ -181,7 +182,7 @@ def in_bfloat16(layout: str, kv_heads: int, length: int) -> list[Tensor]:
 
 def bfloat16_inputs(kv_heads: int, length: int) -> list[Tensor]:
     """q, k, v and a gradient."""
-    return [draw(1, length, heads, SIZE, dtype=torch.bfloat16) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    return draw(length, HEADS, kv_heads, kv_heads, HEADS, dtype=torch.bfloat16)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -266,7 +267,6 @@ def report_error(length: int = 1024) -> None:
     print(f"\nerror of out, dq, dk, dv in bfloat16 over that of one flash call, {length} tokens, causal")
     for kv_heads in (8, 2):
         *qkv, grad = bfloat16_inputs(kv_heads, length)
-        # float32, of which flash rounds 2^16 times less than bfloat16, would do; float64 it is
         truth = forward_and_backward(flash, [x.double() for x in qkv], grad.double())
 
         def rms(tensors: list[Tensor], truth: list[Tensor] = truth) -> list[float]:
@@ -282,6 +282,11 @@ def report_error(length: int = 1024) -> None:
                         x[:, torch.from_numpy(ring_positions(layout, ranks, rank, length))] = its
                 ratios = " ".join(f"{a / b:.3f}" for a, b in zip(rms(whole), single, strict=True))
                 print(f"    {layout:10} ring of {ranks}: {ratios}")
+        for ranks in (2, 4, 8):
+            found = run_ranks(squared_errors, ranks, [*qkv, grad], truth)
+            errors = [(sum(parts) / e.numel()) ** 0.5 for parts, e in zip(zip(*found, strict=True), truth, strict=True)]
+            ratios = " ".join(f"{a / b:.3f}" for a, b in zip(errors, single, strict=True))
+            print(f"    PyTorch's context_parallel over {ranks}: {ratios}")
 
 
 def report_memory() -> None:

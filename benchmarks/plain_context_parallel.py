@@ -152,6 +152,20 @@ def attention_errors(kv_heads: int, rotation: str) -> dict[str, float]:
         return {name: ((a - b).abs().max() / b.abs().max()).item() for name, a, b in pairs}
 
 
+def squared_errors(inputs: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Sums over this rank's part of out, dq, dk, dv against `truth`; q, k, v and a gradient are `[1, s, heads, e]`."""
+    register_cpu_ring()
+    *qkv, grad = (x.transpose(1, 2).contiguous() for x in inputs)
+    truth = [x.transpose(1, 2).contiguous() for x in truth]
+    buffers = [*qkv, grad, *truth]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
+        leaves = [x.detach().clone().requires_grad_() for x in qkv]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return [(a.double() - e).square().sum().item() for a, e in zip(found, truth, strict=True)]
+
+
 def measure(case: str, steps: int) -> dict[str, Any]:
     """Steps with each rotation by turns, or of one rank by itself: losses, seconds, bytes sent in the last."""
     model_config, batch, seq_len = CASES[case]
