@@ -9,5 +9,5 @@ layout       which tokens of a sequence a rank has     ring        blocks of k, 
 tiles        what of the scores is computed            ulysses     tokens traded for heads          (sp)
 kernels      attention with its log-sum-exp            local_attention   by tiles, on one rank
 parameters   cut, join, sum partial gradients          forkserver  ranks as copies of one warm process
-compare      relative errors, worst over the ranks
+compare      relative errors, worst over the ranks     pipeline    schedules, their bubble and pictures (pp)
 """
