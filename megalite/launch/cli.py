@@ -1,4 +1,4 @@
-"""The command line: `megalite train | verify | data`.
+"""The command line: `megalite train | verify | data | draw`.
 
 Settings are checked before PyTorch is imported and before any rank starts. A user's mistake is one line and an exit
 code of sysexits.h: 64 usage, 65 data, 78 configuration, 130 Ctrl-C.
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megalite.config import Config, ModelConfig, resolve
 from megalite.config_file import load
-from megalite.errors import DataError, MegaliteError
+from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.launch.prepare import prepare, tokenize_visibly
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
@@ -146,6 +146,34 @@ def data_command(options: argparse.Namespace, world: World | None) -> int:
     return 0
 
 
+# --- draw ---------------------------------------------------------------------------------------------------------
+
+
+def draw_command(options: argparse.Namespace, world: World | None) -> int:
+    from rich.console import Console
+
+    from megalite.parallel.pipeline import Costs, check, load, simulate
+    from megalite.parallel.pipeline.draw import account, table, text, trace
+    from megalite.parallel.pipeline.svg import svg
+
+    try:
+        schedule = load(options.schedule, options.stages, options.microbatches, options.chunks)
+        in_flight = check(schedule)
+        costs = Costs(options.forward, options.backward_input, options.backward_weight, options.send)
+        timeline = simulate(schedule, costs)
+        for path, written in ((options.svg, lambda: svg([timeline])), (options.trace, lambda: trace(timeline))):
+            if path is not None:
+                path.write_text(written(), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    bubble = timeline.bubble()
+    console.print(text(timeline, console.width, console.color_system is not None))
+    console.print(account(bubble), soft_wrap=True)
+    console.print(table(bubble, in_flight))
+    return 0
+
+
 # --- the parser ---------------------------------------------------------------------------------------------------
 
 
@@ -173,4 +201,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", type=Path, metavar="tokenizer.json", help="default: train a byte-level BPE")
     command.add_argument("--vocab-size", type=int, default=ModelConfig.vocab_size, help="of a trained tokenizer")
     command.set_defaults(command=data_command)
+    about = "a pipeline schedule as a picture, with its bubble by cause"
+    command = commands.add_parser("draw", help=about, description=about)
+    command.add_argument(
+        "schedule",
+        metavar="SCHEDULE",
+        help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v, a text or CSV file, or FILE.py:function",
+    )
+    command.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline")
+    command.add_argument("--microbatches", type=int, metavar="M")
+    command.add_argument("--chunks", type=int, metavar="V", help="stages a rank, of interleaved-1f1b; default: 2")
+    for name in ("forward", "backward-input", "backward-weight", "send"):
+        command.add_argument(f"--{name}", type=float, default=float(name != "send"), metavar="TIME", help="of a stage")
+    command.add_argument("--svg", type=Path, metavar="FILE", help="a picture for slides")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="JSON for ui.perfetto.dev")
+    command.set_defaults(command=draw_command)
     return parser
