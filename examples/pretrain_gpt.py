@@ -36,22 +36,14 @@ def main(overrides: list[str]) -> None:
     if here and here.local_rank == 0:
         prepare(config)  # the others wait for this rank in join_torchrun
     world = join_torchrun(config.run.timeout)
-    model_config, train = config.model, config.train
 
     # Where: a mesh over all ranks. What: a model on it, the same weights whatever the mesh.
-    sizes = config.mesh
+    train, sizes = config.train, config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
     device = local_device(world.local_rank, world.local_size)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT(
-            model_config,
-            mesh,
-            seed=train.seed,
-            sequence_parallel=sizes.sequence_parallel,
-            layout=sizes.layout,
-            keep_kv=sizes.keep_kv,
-        )
+        model = GPT.of(config, mesh)
 
     # When: forward, backward, gradients summed over dp, sp and tp, clipped, AdamW.
     step = TrainStep(

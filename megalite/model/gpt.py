@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.block import Block
 from megalite.model.context import Context, context
@@ -83,6 +83,19 @@ class GPT(nn.Module):
                 applied_to_own_tokens(self.positions, tp)
         self.to_empty(device=device)
         self.initialise(seed)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> GPT:
+        """The model that a whole config asks for."""
+        sizes = config.mesh
+        return cls(
+            config.model,
+            mesh,
+            seed=config.train.seed,
+            sequence_parallel=sizes.sequence_parallel,
+            layout=sizes.layout,
+            keep_kv=sizes.keep_kv,
+        )
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -68,14 +68,7 @@ def pretrain(config: Config, device: torch.device) -> None:
     data = open_data(config)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT(
-            config.model,
-            mesh,
-            seed=train.seed,
-            sequence_parallel=sizes.sequence_parallel,
-            layout=sizes.layout,
-            keep_kv=sizes.keep_kv,
-        )
+        model = GPT.of(config, mesh)
     step = TrainStep(
         model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=sizes.bucket_mb
     )

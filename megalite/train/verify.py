@@ -112,20 +112,13 @@ def _drawn(config: Config) -> Batch:
 
 
 def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tuple[Outcome, TrainStep]:
-    train, layout = config.train, config.mesh.layout
+    train = config.train
     with device:
-        model = GPT(
-            config.model,
-            mesh,
-            seed=train.seed,
-            sequence_parallel=config.mesh.sequence_parallel,
-            layout=layout,
-            keep_kv=config.mesh.keep_kv,
-        )
+        model = GPT.of(config, mesh)
     step = TrainStep(
         model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=0.01
     )  # many buckets, as a real model has
-    share = own_share(batch, mesh, layout).to(device)
+    share = own_share(batch, mesh, config.mesh.layout).to(device)
 
     step.backward(*share)
     norm = finish_gradients(model, step.buckets, step.table, mesh, clip=0)
