@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from attention_gpu import flash, forward_and_backward
 from plain_context_parallel import SentBytes, context_parallel_step, squared_errors
 
 from megalite.config import ModelConfig, OptimizerConfig
@@ -54,19 +54,6 @@ def draw(length: int, *heads: int, size: int = SIZE, dtype: torch.dtype = torch.
     """`[1, length, heads, size]` for each of `heads`, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, length, count, size, generator=generator).to(dtype) for count in heads]
-
-
-def forward_and_backward(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """PyTorch's own, on one rank."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def take_turns(contenders: dict[str, Run], rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -125,15 +125,15 @@ class Sampler:
             raise ValueError(f"global batch {global_batch} on rank {rank} of {ranks}: a multiple of {ranks} would do")
         rows = global_batch // ranks
         block = np.empty((rows, self.seq_len + 1), dtype=np.int64)
-        documents = np.zeros((rows, self.seq_len), dtype=np.int64)
+        documents = np.zeros((rows, self.seq_len), dtype=np.int64) if self.separate_documents else None
         for row, sample in enumerate(self.ids(step, global_batch)[rank * rows : (rank + 1) * rows]):
             file, first = self.locate(sample)
             block[row] = file.read(first, first + self.seq_len + 1, self.vocab_size)
-            if self.separate_documents:
+            if documents is not None:
                 documents[row, 1:] = np.cumsum(block[row, :-2] == file.end_of_text)
         own = np.arange(self.seq_len) if positions is None else positions
         tokens, targets = (torch.from_numpy(block.take(where, 1)) for where in (own, own + 1))
-        return Batch(tokens, targets, torch.from_numpy(documents.take(own, 1)) if self.separate_documents else None)
+        return Batch(tokens, targets, None if documents is None else torch.from_numpy(documents.take(own, 1)))
 
 
 def windows_of(file: TokenFile, seq_len: int, split: Split, validation: float) -> tuple[int, int]:

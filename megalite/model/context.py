@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,19 +47,26 @@ class Context:
 
 
 def context(
-    config: ModelConfig, mesh: Mesh, tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, **ring: Any
+    config: ModelConfig,
+    mesh: Mesh,
+    tokens: Tensor,
+    documents: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    layout: str,
+    keep_kv: bool,
 ) -> Context:
-    """Of this rank's `tokens` `[b, s / sp]` and `documents` likewise; the tables in `dtype`; `ring`: see `core`."""
+    """Of this rank's `tokens` `[b, s / sp]` and `documents` likewise; the tables in `dtype`; the others: see `core`."""
     batch, length = tokens.shape
-    own = own_positions(ring["layout"], mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, length * mesh.sp.size)
+    own = own_positions(layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, length * mesh.sp.size)
     positions = torch.from_numpy(own).to(tokens.device)
-    attend = core(mesh, length, documents, config.window or None, **ring)
+    attend = core(mesh, length, documents, config.window or None, layout, keep_kv)
     if config.positions != "rope":
         return Context(batch, length, positions, attend)
     return Context(batch, length, positions, attend, *rotary(config, positions, dtype))
 
 
-def core(mesh: Mesh, length: int, documents: Tensor | None, window: int | None, *, layout: str, keep_kv: bool) -> Core:
+def core(mesh: Mesh, length: int, documents: Tensor | None, window: int | None, layout: str, keep_kv: bool) -> Core:
     """What attends, for `length` tokens a rank; layout, keep_kv: see ring_attention."""
     attend: Core = causal_attention
     if mesh.ring.size > 1 or window is not None or documents is not None:

@@ -61,7 +61,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.mesh = config, mesh or Mesh()
         tp = self.mesh.tp
-        self.ring = {"layout": layout, "keep_kv": keep_kv}
+        self.layout, self.keep_kv = layout, keep_kv
         split_evenly(config.heads // tp.size, "ulysses", self.mesh.ulysses.size, "heads of a tp rank")
         self.sequence_parallel = sequence_parallel and tp.size > 1
         dim = 0 if self.sequence_parallel else None
@@ -143,7 +143,8 @@ class GPT(nn.Module):
                 f"a sequence of {length * mesh.sp.size} tokens given; at most max_seq_len={self.config.max_seq_len} "
                 f"would do"
             )
-        about = context(self.config, mesh, tokens, documents, self.embedding.weight.dtype, **self.ring)
+        dtype = self.embedding.weight.dtype
+        about = context(self.config, mesh, tokens, documents, dtype, layout=self.layout, keep_kv=self.keep_kv)
         x = self._hidden(self._padded(tokens.flatten(), 0), about)
         weight = self.head.weight if self.head is not None else self.embedding.weight
         x = all_gather(x, self.mesh.tp, 0) if self.sequence_parallel else copy(x, self.mesh.tp)
