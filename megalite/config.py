@@ -65,6 +65,10 @@ class MeshConfig:
     keep_kv: bool = False  # the ring's k, v are kept for backward and not sent again: fewer bytes, more memory
     sequence_parallel: bool = True  # between the linears, tokens are split over tp (Megatron)
     bucket_mb: float = 25.0  # of gradients that travel together over dp × sp, in MiB
+    schedule: str = "1f1b"  # of the pipeline: a published one's name, a text or CSV file, or FILE.py:function
+    chunks: int = 0  # stages a rank, of interleaved-1f1b; 0: 2
+    microbatches: int = 0  # of a step, on a dp rank; 0: train.micro_batch says, or it is chosen
+    division: tuple[int, ...] = ()  # layers of each stage, the first first; empty: by estimated cost
 
     @property
     def size(self) -> int:
@@ -114,7 +118,7 @@ class TrainConfig:
 
     steps: int = 100
     global_batch: int = 8  # sequences a step, over all ranks
-    micro_batch: int = 0  # sequences a rank works on at once; 0: all of its share
+    micro_batch: int = 0  # sequences a rank works on at once; 0: mesh.microbatches says, or it is chosen
     seq_len: int = 256  # tokens a sequence
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
@@ -168,7 +172,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
     "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
     "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
-    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF),
+    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
     "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
@@ -202,8 +206,11 @@ def check(config: Config) -> Config:
         raise ConfigError(
             f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do"
         )
-    if mesh.pp > 1:
-        raise ConfigError(f"mesh.pp: {mesh.pp} given; only 1 would do in this version")
+    if mesh.pp > 1 and mesh.chunks and mesh.schedule != "interleaved-1f1b":
+        raise ConfigError(
+            f"mesh.chunks: {mesh.chunks} given; 0 would do with mesh.schedule={mesh.schedule!r}, or 'interleaved-1f1b' "
+            "with chunks"
+        )
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
@@ -228,20 +235,40 @@ def check(config: Config) -> Config:
 def resolve(config: Config, ranks: int | None = None) -> Config:
     """The config for `ranks` ranks (None: as many as it asks for).
 
-    dp and ulysses are filled in, and batch, sequence and heads are known to divide.
+    dp, ulysses, microbatches and micro_batch are filled in, and batch, sequence and heads are known to divide.
     """
     mesh = config.mesh
     others = mesh.pp * mesh.sp * mesh.tp
     mesh = mesh.resolved(ranks if ranks is not None else mesh.dp * others if mesh.dp else max(config.run.ranks, others))
     mesh = _sequence_cut(mesh, config.model, config.train.seq_len)
-    batch, micro = config.train.global_batch, config.train.micro_batch
+    batch = config.train.global_batch
     if batch % mesh.dp:
         raise ConfigError(f"train.global_batch: {batch} given; a multiple of mesh.dp={mesh.dp} would do")
-    if micro and batch // mesh.dp % micro:
+    share = batch // mesh.dp
+    count = _microbatches(mesh, config.train.micro_batch, share)
+    train = dataclasses.replace(config.train, micro_batch=share // count)
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, microbatches=count), train=train)
+
+
+def _microbatches(mesh: MeshConfig, micro: int, share: int) -> int:
+    """In how many a dp rank's `share` of the batch is cut; a ConfigError where what is given does not divide it.
+
+    Where nothing is given: one; with a pipeline, which many keep busy, as many as divide the share up to 4 a rank.
+    """
+    of_share = f"{share}, a dp rank's share of the batch"
+    if micro and share % micro:
+        raise ConfigError(f"train.micro_batch: {micro} given; a divisor of {of_share}, would do")
+    if mesh.microbatches and share % mesh.microbatches:
+        raise ConfigError(f"mesh.microbatches: {mesh.microbatches} given; a divisor of {of_share}, would do")
+    if micro and mesh.microbatches not in (0, share // micro):
         raise ConfigError(
-            f"train.micro_batch: {micro} given; a divisor of {batch // mesh.dp}, a rank's share of the batch, would do"
+            f"mesh.microbatches: {mesh.microbatches} given; {share // micro} would do with train.micro_batch={micro}, "
+            f"of {of_share}; or 0 for one of the two"
         )
-    return dataclasses.replace(config, mesh=mesh)
+    if micro or mesh.microbatches:
+        return mesh.microbatches or share // micro
+    most = min(share, 4 * mesh.pp) if mesh.pp > 1 else 1
+    return next(count for count in range(most, 0, -1) if share % count == 0)
 
 
 def _sequence_cut(mesh: MeshConfig, model: ModelConfig, seq_len: int) -> MeshConfig:

@@ -33,7 +33,7 @@ BAD = [
     (["model.vocabsize=4"], None, "model.vocabsize: no such setting", "did you mean 'vocab_size'?"),
     (["train.global_batchs=4"], None, "train.global_batchs: no such setting", "did you mean 'global_batch'?"),
     (["optimizer.learning_rate=1"], None, "optimizer.learning_rate: no such setting", "weight_decay"),
-    (["mesh.zz=1"], None, "mesh.zz: no such setting", "one of bucket_mb, dp, keep_kv, layout, pp, "),
+    (["mesh.zz=1"], None, "mesh.zz: no such setting", "one of bucket_mb, chunks, division, dp, keep_kv, "),
     (["mesh.tp.x=1"], None, "mesh.tp.x: no such setting", ""),
     (["model.preset=lama-tiny"], None, "model.preset: 'lama-tiny' given", "did you mean 'llama-tiny'?"),
     (["model.preset=bert"], None, "model.preset: 'bert' given", "gpt2-tiny"),
@@ -95,6 +95,10 @@ BAD = [
     (["mesh.ulysses=-1"], None, "mesh.ulysses: -1 given", "0 or more would do"),
     (["mesh.dp=-1"], None, "mesh.dp: -1 given", "0 or more would do"),
     (["mesh.tp=0"], None, "mesh.tp: 0 given", "1 or more would do"),
+    (["mesh.chunks=-1"], None, "mesh.chunks: -1 given", "0 or more would do"),
+    (["mesh.microbatches=-1"], None, "mesh.microbatches: -1 given", "0 or more would do"),
+    (["mesh.division=[1.5]"], None, "mesh.division[0]: 1.5 given", "a whole number would do"),
+    (["mesh.division=even"], None, "mesh.division[0]: 'even' given", "a whole number would do"),
     (["mesh.bucket_mb=0"], None, "mesh.bucket_mb: 0.0 given", "0.001 or more would do"),
     (["data.validation=1"], None, "data.validation: 1.0 given", "0 to 0.9 would do"),
     (["train.steps=0"], None, "train.steps: 0 given", "1 or more would do"),
@@ -114,7 +118,12 @@ BAD = [
     (["model.kv_heads=8"], None, "model.kv_heads: 8 given", "a divisor of model.heads=4 would do"),
     (["model.head_dim=3"], None, "model.head_dim: 3 given", "an even number would do"),
     (["train.seq_len=4096"], None, "train.seq_len: 4096 given", "at most model.max_seq_len=2048 would do"),
-    (["mesh.pp=2"], None, "mesh.pp: 2 given", "only 1 would do in this version"),
+    (
+        ["mesh.pp=2", "mesh.chunks=2"],
+        None,
+        "mesh.chunks: 2 given; 0 would do",
+        "mesh.schedule='1f1b', or 'interleaved-",
+    ),
     (["mesh.sp=4", "mesh.ulysses=3"], None, "mesh.ulysses: 3 given", "a divisor of mesh.sp=4 would do"),
     (["mesh.sp=2", "mesh.ulysses=4"], None, "mesh.ulysses: 4 given", "a divisor of mesh.sp=2 would do"),
     (["mesh.sp=8", "mesh.ulysses=8"], None, "mesh.ulysses: 8 given; a divisor of 4", "the rest of mesh.sp=8 becomes"),
@@ -148,8 +157,16 @@ BAD = [
     (["mesh.tp=2", "run.ranks=3"], None, "mesh: dp free × pp 1 × sp 1 × tp 2 cannot be 3 ranks", "start 2"),
     (["mesh.sp=4"], 6, "mesh: dp free × pp 1 × sp 4 × tp 1 cannot be 6 ranks", "start 4"),
     (["mesh.dp=3"], None, "train.global_batch: 8 given", "a multiple of mesh.dp=3 would do"),
-    (["train.micro_batch=3"], None, "train.micro_batch: 3 given", "a divisor of 8, a rank's share"),
-    (["mesh.dp=2", "train.micro_batch=8"], None, "train.micro_batch: 8 given", "a divisor of 4, a rank's share"),
+    (["train.micro_batch=3"], None, "train.micro_batch: 3 given", "a divisor of 8, a dp rank's share"),
+    (["mesh.dp=2", "train.micro_batch=8"], None, "train.micro_batch: 8 given", "a divisor of 4, a dp rank's share"),
+    (["mesh.microbatches=3"], None, "mesh.microbatches: 3 given", "a divisor of 8, a dp rank's share"),
+    (["mesh.pp=2", "mesh.microbatches=16"], None, "mesh.microbatches: 16 given", "a divisor of 8, a dp rank's share"),
+    (
+        ["mesh.microbatches=2", "train.micro_batch=2"],
+        None,
+        "mesh.microbatches: 2 given; 4 would do with train.micro_batch=2, of 8",
+        "or 0 for one of the two",
+    ),
 ]
 
 
@@ -301,6 +318,39 @@ def test_ulysses_that_is_given_is_kept():
         assert resolve(load(None, ["mesh.sp=4", f"mesh.ulysses={ulysses}", "model.kv_heads=1"])).mesh.ulysses == ulysses
 
 
+@pytest.mark.parametrize(
+    ("dp", "pp", "batch", "given", "microbatches"),
+    [
+        (1, 1, 12, (0, 0), 1),
+        (3, 1, 12, (0, 0), 1),
+        (2, 1, 12, (2, 0), 3),
+        (2, 1, 12, (0, 3), 3),
+        (2, 1, 12, (2, 3), 3),
+        (1, 2, 12, (0, 0), 6),  # of at most 8
+        (1, 2, 16, (0, 0), 8),
+        (1, 2, 5, (0, 0), 5),
+        (2, 2, 26, (0, 0), 1),  # 13 is prime
+        (2, 3, 48, (0, 0), 12),
+        (1, 2, 12, (12, 0), 1),
+        (1, 2, 12, (1, 0), 12),
+        (1, 2, 12, (0, 4), 4),
+    ],
+)
+def test_a_share_of_the_batch_is_microbatches_of_sequences(dp, pp, batch, given, microbatches):
+    """given: train.micro_batch and mesh.microbatches"""
+    config = Config(
+        mesh=MeshConfig(dp, pp, microbatches=given[1]), train=TrainConfig(global_batch=batch, micro_batch=given[0])
+    )
+    resolved = resolve(check(config))
+    assert resolved.mesh.microbatches == microbatches
+    assert resolved.train.micro_batch == batch // dp // microbatches
+    assert resolve(check(resolved)) == resolved
+
+
+def test_settings_of_the_pipeline_are_not_looked_at_without_one():
+    resolve(load(None, ["mesh.schedule=none", "mesh.chunks=3", "mesh.division=[9]"]))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sequence_must_divide_as_the_layout_wants_it(layout):
     for ring, ulysses in itertools.product(range(1, 13), repeat=2):
@@ -313,7 +363,7 @@ EVERYTHING = Config(
     ModelConfig(
         vocab_size=1001, hidden=48, heads=6, kv_heads=3, head_dim=10, ffn=96, norm="layernorm", tied=True, window=9
     ),
-    MeshConfig(2, 1, 6, 3, 2, "striped", True, sequence_parallel=False, bucket_mb=0.5),
+    MeshConfig(2, 1, 6, 3, 2, "striped", True, False, 0.5, 'a "b".py:c', 3, 5, (2, 0, 1)),
     DataConfig(("a/b", 'c "quoted" \\ back', "ümläut"), (0.25, 1e-7, 3.0), 0.125, "stdlib", True),
     TrainConfig(steps=7, global_batch=4, micro_batch=1, seq_len=65, seed=2**63 - 1, dtype="float64", z_loss=1e-4),
     OptimizerConfig(lr=1e-22, schedule="wsd", warmup=0, beta1=0.0, clip=0.0, eps=0.0),
