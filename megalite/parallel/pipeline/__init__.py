@@ -4,9 +4,9 @@ schedule     Action, Schedule: lists of actions       replay      when each acti
 generators   the published schedules                  simulate    schedule and costs -> Timeline
 files        one's own: from a file or a function     timeline    Span, Timeline, idle time by cause
 check        complete, in order, no deadlock          draw        text, account, Perfetto trace
-svg          pictures for slides
+svg          pictures for slides                      clock       marks on the time of all ranks (torch)
 
-Plain values: nothing here imports torch.
+Plain values: nothing here imports torch unless it says so.
 """
 
 from megalite.parallel.pipeline.check import activations, check

@@ -9,7 +9,12 @@ What each rank is idle for is divided in four, and the parts add up to its idle 
     order           the rest in between: waits that the schedule has with equal stages and free sends too
 
 What is left after communication and imbalance is the same time on every rank. Imbalance is taken from the
-waits in between first, and what these do not hold from fill and drain in proportion.
+waits in between first, and what these do not hold from fill and drain in proportion. Of a measured step, communication
+is also what a rank does between two actions. Where ranks' clocks differ by so much that an action seems to begin before
+what it needs has ended, there is no communication, and the other parts are shortened alike.
+
+All this is of the pipeline's own window, from the first start to the last end, as published formulas mean it. Waiting
+for data before it and the optimizer's step after it stand beside it.
 Plain values, no torch.
 """
 
@@ -47,16 +52,25 @@ class Bubble:
     step: seconds from the first start to the last end   busy: seconds that each rank computes
     idle: of each rank by cause; busy and idle of a rank add up to the step
     own: seconds from each rank's own first start to its own last end
+    data, optimizer: seconds before the first start and after the last end, outside the step and alike on all ranks;
+        0 where they are not known
     """
 
     step: float
     busy: list[float]
     idle: list[Idle]
     own: list[float]
+    data: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the training step: waiting for data, the pipeline's step, the optimizer."""
+        return self.data + self.step + self.optimizer
 
     @property
     def over_total(self) -> float:
-        """Idle share of the step, mean over the ranks: (p−1)/(m+p−1) of 1F1B."""
+        """Idle share of the step, mean over the ranks: (p−1)/(m+p−1) of 1F1B. Neither data nor optimizer are in it."""
         return _ratio(self._idle, self._idle + sum(self.busy))
 
     @property
@@ -86,10 +100,16 @@ class Bubble:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step. ranks: of each its spans, in the order of the schedule's actions."""
+    """The spans of one step.
+
+    ranks: of each its spans, in the order of the schedule's actions; none begins before the one before it has ended
+    begin: when the step began, with waiting for data   finish: when its optimizer had stepped; None: not known
+    """
 
     schedule: Schedule
     ranks: list[list[Span]]
+    begin: float | None = None
+    finish: float | None = None
 
     @property
     def start(self) -> float:
@@ -115,10 +135,14 @@ class Timeline:
             fill, order, drain = _phases(spans, closing, free.end)
             imbalance = most - computing
             from_order = min(order, imbalance)
-            left = 1 - _ratio(imbalance - from_order, fill + drain)
-            parts = fill * left, drain * left, order - from_order, imbalance, step - free.end
+            within = step - computing, free.end - computing  # the second is longer where clocks differ, or by rounding
+            share = _ratio(*within) if within[1] > within[0] else 1.0
+            left = share * (1 - _ratio(imbalance - from_order, fill + drain))
+            parts = fill * left, drain * left, share * (order - from_order), share * imbalance, step - free.end
             idle.append(Idle(*(part if part > 1e-12 * step else 0.0 for part in parts)))
-        return Bubble(step, busy, idle, own)
+        data = max(0.0, self.start - self.begin) if self.begin is not None else 0.0
+        optimizer = max(0.0, self.finish - self.end) if self.finish is not None else 0.0
+        return Bubble(step, busy, idle, own, data, optimizer)
 
     def _with_free_sends(self) -> Timeline:
         """The same actions, each as long as here, as early as they could be if sends took no time; it begins at 0."""
