@@ -58,8 +58,9 @@ MAY_IMPORT = {
     "parallel": {"parallel"},
     "model": {"model", "config", "parallel"},
     "data": {"data", *CONFIG},
-    "train": {"train", "parallel", "model", "data", *CONFIG},
-    "launch": {"launch", "train", "parallel", "model", "data", *CONFIG},
+    "plan": {"plan", "parallel", *CONFIG},
+    "train": {"train", "plan", "parallel", "model", "data", *CONFIG},
+    "launch": {"launch", "train", "plan", "parallel", "model", "data", *CONFIG},
     "__main__": {"launch"},
     **{part: {"parallel", *TESTING} for part in TESTING},
 }
@@ -97,6 +98,12 @@ PIPELINE = ["pipeline.schedule", "pipeline.replay", "pipeline.check", "pipeline.
 PIPELINE += ["pipeline.timeline", "pipeline.simulate", "pipeline.draw", "pipeline.svg"]  # each knows those before it
 
 
+def test_plan_takes_from_parallel_only_plain_values():
+    for module in MODULES:
+        if part_of(module) == "plan":
+            assert among("parallel", module) <= {"sharding", "layout", *PIPELINE}, module
+
+
 def test_mesh_then_collectives_then_the_axis_files():
     below = {
         "mesh": set(),
@@ -128,6 +135,8 @@ WITHOUT_TORCH = [
     "megalite.parallel.layout",
     "megalite.parallel.tiles",
     *(f"megalite.parallel.{name}" for name in ("pipeline", *PIPELINE)),
+    "megalite.plan",
+    "megalite.plan.stages",
     "megalite.launch.cli",
     "megalite.pytest_plugin",
 ]

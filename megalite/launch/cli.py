@@ -20,6 +20,7 @@ from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.launch.prepare import prepare, tokenize_visibly
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
+from megalite.plan import plan_stages
 
 # Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves:
 # the others stay this many seconds.
@@ -63,6 +64,7 @@ def _on_ranks(
     """Load the config, do what comes `before` on one process a machine, and call `rank_main` on every rank."""
     try:
         config = resolve(load(options.config, options.overrides, PRESETS), world.size if world else None)
+        plan_stages(config)  # what cannot run is refused before anything starts
         if world is None:
             from megalite.launch import local
 

@@ -1,0 +1,8 @@
+"""What a run is made of, worked out before it: from a config, without processes and without torch.
+
+stages       the schedule of the pipeline, checked, and which layers each of its stages has
+"""
+
+from megalite.plan.stages import Stage, Stages, plan_stages
+
+__all__ = ["Stage", "Stages", "plan_stages"]
