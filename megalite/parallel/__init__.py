@@ -9,5 +9,6 @@ layout       which tokens of a sequence a rank has     ring        blocks of k, 
 tiles        what of the scores is computed            ulysses     tokens traded for heads          (sp)
 kernels      attention with its log-sum-exp            local_attention   by tiles, on one rank
 parameters   cut, join, sum partial gradients          forkserver  ranks as copies of one warm process
-compare      relative errors, worst over the ranks     pipeline    schedules, their bubble and pictures (pp)
+compare      relative errors, worst over the ranks     pipeline    stages in turn, and when each is idle (pp)
+weight_gradients   of linears: added in place, at once or later
 """

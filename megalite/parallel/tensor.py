@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.parallel import weight_gradients
 from megalite.parallel.collectives import gather, scatter
 from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce, issue_reduce_scatter
 from megalite.parallel.mesh import Axis
@@ -111,7 +112,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return weight_gradients.linear(x, self.weight, self.bias)
         y = _ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_dim, self.chunks)
         return gather(y, self.axis, -1) if self.gather_output else y
 
@@ -145,7 +146,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return weight_gradients.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter(x, self.axis, -1)
         return _RowLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_dim, self.chunks)
@@ -202,7 +203,7 @@ class _RowLinear(Function):
 def _weight_gradients(
     ctx: Any, grad: Tensor, x: Tensor, biased: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+    grad_weight = weight_gradients.give(ctx.saved_tensors[1], grad, x) if ctx.needs_input_grad[1] else None
     if not (ctx.has_bias and ctx.needs_input_grad[2]):
         return grad_weight, None
     return grad_weight, (grad if biased is None else biased).flatten(0, -2).sum(0)

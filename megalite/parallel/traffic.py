@@ -5,7 +5,7 @@ bytes of the full buffer and n the ranks of the axis:
 
     all_reduce      2 (n-1)/n · S
     all_gather, reduce_scatter, all_to_all      (n-1)/n · S
-    shift (to one other rank)                   S, being what this rank sends
+    send, shift (to one other rank)             S, being what this rank sends
 
 The lines tell which rank hangs in which call: ranks agree on sequence numbers per axis until one stops.
 """
@@ -50,7 +50,7 @@ class Traffic:
         self, axis: str, ranks: int, operation: str, shape: tuple[int, ...], dtype: str, full_bytes: int
     ) -> None:
         """Count one collective whose full buffer has `full_bytes` bytes, over `ranks` ranks."""
-        sent = full_bytes if operation == "shift" else PASSES[operation] * (ranks - 1) * full_bytes // ranks
+        sent = PASSES[operation] * (ranks - 1) * full_bytes // ranks if operation in PASSES else full_bytes
         self.bytes[axis, operation] += sent
         self.calls[axis, operation] += 1
         self._sequence[axis] += 1

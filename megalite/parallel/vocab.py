@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.parallel import weight_gradients
 from megalite.parallel.collectives import reduce, reduce_scatter
 from megalite.parallel.in_flight import issue_all_gather
 from megalite.parallel.mesh import Axis
@@ -129,8 +130,16 @@ def vocab_parallel_linear_cross_entropy(
     weight: `[V_local, d]`, this rank's words      targets: integers `[...]`
     chunk: tokens whose logits are alive at once; by default as many as make the logits no larger than x
     Logits and reductions are float32, or float64 for float64 input. reduction: "mean" or "sum".
+
+    Where weight gradients are taken (weight_gradients.py), few tokens keep their logits' gradient instead of the
+    weight's, which is larger from as many tokens on as x is wide: so that backward is three products like any linear's.
     """
     x, flat = x.reshape(-1, x.shape[-1]), targets.flatten()
+    if weight_gradients.taken() and chunk is None and len(x) <= x.shape[1]:
+        logits = weight_gradients.linear(x, weight)
+        return vocab_parallel_cross_entropy(
+            logits, flat, axis, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss, reduction=reduction
+        )
     words = _own_words(weight.shape[0], axis, vocab_size, weight.device)
     if chunk is None:
         chunk = max(1, x.numel() // weight.shape[0])

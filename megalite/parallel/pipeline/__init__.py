@@ -5,6 +5,7 @@ generators   the published schedules                  simulate    schedule and c
 files        one's own: from a file or a function     timeline    Span, Timeline, idle time by cause
 check        complete, in order, no deadlock          draw        text, account, Perfetto trace
 svg          pictures for slides                      clock       marks on the time of all ranks (torch)
+executor     one rank's actions, run (torch)          wire        what goes between two ranks (torch)
 
 Plain values: nothing here imports torch unless it says so.
 """

@@ -83,22 +83,17 @@ def needed(action: Action, stages: int) -> tuple[Action, ...]:
 
 def _deadlock(ranks: Sequence[Sequence[Action]], rank_of: Sequence[int], done: Sequence[int]) -> str:
     """The cycle of ranks that wait for one another, in one line."""
-    computed = {_either(action) for actions, n in zip(ranks, done, strict=True) for action in actions[:n]}
-    to_come = {_either(action): action for actions, n in zip(ranks, done, strict=True) for action in actions[n:]}
+    computed = {action.made for actions, n in zip(ranks, done, strict=True) for action in actions[:n]}
+    to_come = {action.made: action for actions, n in zip(ranks, done, strict=True) for action in actions[n:]}
     rank = next(rank for rank, actions in enumerate(ranks) if done[rank] < len(actions))
     chain: list[tuple[int, str]] = []
     while rank not in [place for place, _ in chain]:
         stuck = ranks[rank][done[rank]]
-        missing = next(need for need in needed(stuck, len(rank_of)) if _either(need) not in computed)
+        missing = next(need for need in needed(stuck, len(rank_of)) if need.made not in computed)
         holder = rank_of[missing.stage]
-        if _either(missing) not in to_come:
+        if missing.made not in to_come:
             return f"rank {rank} waits at {stuck} for {missing}, which is on no list"
-        chain.append((rank, f"rank {rank} waits at {stuck} for {to_come[_either(missing)]} of rank {holder}"))
+        chain.append((rank, f"rank {rank} waits at {stuck} for {to_come[missing.made]} of rank {holder}"))
         rank = holder
     cycle = [text for _, text in chain[[place for place, _ in chain].index(rank) :]]
     return "deadlock: " + ", and ".join(cycle)
-
-
-def _either(action: Action) -> Action:
-    """The same name for B and BW: both make the input gradient."""
-    return action._replace(kind="B") if action.kind == "BW" else action

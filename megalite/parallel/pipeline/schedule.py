@@ -44,6 +44,11 @@ class Action(NamedTuple):
             raise ValueError(f"{text!r} given; an action like 2F0, 2B0, 2W0 or 2BW0 would do")
         return Action(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
 
+    @property
+    def made(self) -> Action:
+        """The name of what others need of it: an F, or a B also of a BW, since both make the input gradient."""
+        return self._replace(kind="B") if self.kind == "BW" else self
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -109,6 +114,35 @@ def without_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
         return schedule
     kept = tuple(tuple(a for a in actions if a.microbatch < microbatches) for actions in schedule.ranks)
     return Schedule(schedule.name, kept, schedule.rank_of, microbatches)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same without backward, for validation: forwards wait for forwards alone."""
+    kept = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.ranks)
+    return Schedule(schedule.name, kept, schedule.rank_of, schedule.microbatches)
+
+
+def messages(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Action, Action]]]:
+    """What each rank sends to each other one: by (sender, receiver) the pairs (`made`, used by), in order of making.
+
+    An F is sent to the stage after it, the input gradient of a B or BW to the stage before, unless the same rank holds
+    both. What nobody on the list uses is not sent.
+    """
+    used_by: dict[tuple[bool, int, int], Action] = {}  # (is a forward, stage, microbatch) -> what computes it
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.kind != "W":
+                used_by[action.kind == "F", action.stage, action.microbatch] = action
+    sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if action.kind == "W":
+                continue
+            forward = action.kind == "F"
+            used = used_by.get((forward, action.stage + (1 if forward else -1), action.microbatch))
+            if used is not None and schedule.rank_of[used.stage] != rank:
+                sent.setdefault((rank, schedule.rank_of[used.stage]), []).append((action.made, used))
+    return sent
 
 
 def contiguous(ranks: int, chunks: int = 1) -> tuple[int, ...]:

@@ -121,6 +121,12 @@ class Timeline:
         """When the last action ends."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
+    @property
+    def extent(self) -> tuple[float, float]:
+        """From when to when the training step was, with waiting for data and the optimizer where they are known."""
+        known = [moment for moment in (self.begin, self.finish) if moment is not None]
+        return min(self.start, *known, self.end), max(self.start, *known, self.end)
+
     def bubble(self) -> Bubble:
         """The account of idle time: its shares and its causes."""
         step = self.end - self.start
