@@ -77,7 +77,7 @@ def test_with_a_stage_a_rank_no_division_has_a_cheaper_stage(stages, layers, lay
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_steps_are_nearly_as_short_as_with_the_best_division(name):
-    """By the simulator, F, B and W taking equally long. Ties the other way are 1.5 % from the best with 1F1B."""
+    """By the simulator, F, B and W taking equally long. With ties the other way, 1F1B is 2 % behind."""
     schedule = load(name, 2, 6) if name in ("interleaved-1f1b", "zb-v", "dualpipe-v") else load(name, 3, 6)
 
     def seconds(division, head):
