@@ -67,9 +67,9 @@ DIVISIONS: dict[str, Division] = {name: CANDIDATES[kind.chunks][0] for name, kin
 class Part(PlainLlama):
     """Some blocks in a row: tokens `[b, s]`, or x `[b, s, d]` ─▶ x, or logits `[b, s, V]` where the head is held."""
 
-    def __init__(self, c: ModelConfig, seq_len: int, blocks: range) -> None:
-        super().__init__(replace(c, layers=len(blocks)), seq_len)
-        self.held, self.is_first, self.is_last = blocks, blocks.start == 0, blocks.stop == c.layers
+    def __init__(self, c: ModelConfig, seq_len: int, division: Division, stage: int) -> None:
+        super().__init__(replace(c, layers=division[stage]), seq_len)
+        self.start, self.is_first, self.is_last = sum(division[:stage]), stage == 0, stage == len(division) - 1
         if not self.is_first:
             del self.embedding
         if not self.is_last:
@@ -84,7 +84,7 @@ class Part(PlainLlama):
 
     def load_from(self, whole: PlainLlama) -> None:
         """Take this part's weights."""
-        for mine, theirs in zip(self.blocks, whole.blocks[self.held.start : self.held.stop], strict=True):
+        for mine, theirs in zip(self.blocks, whole.blocks[self.start :], strict=False):
             mine.load_state_dict(theirs.state_dict())
         for name in ("embedding",) * self.is_first + ("norm", "head") * self.is_last:
             getattr(self, name).load_state_dict(getattr(whole, name).state_dict())
@@ -111,7 +111,7 @@ def pipeline_step(name: str, division: Division, config: OptimizerConfig, whole:
     for stage in range(len(division)):
         if rank_of(stage, ranks, kind.folded) != rank:
             continue
-        part = Part(MODEL, SEQ_LEN, range(sum(division[:stage]), sum(division[: stage + 1])))
+        part = Part(MODEL, SEQ_LEN, division, stage)
         if whole is not None:
             part.load_from(whole)
         shapes = (hidden if stage else tokens,), (logits if stage == last else hidden,)
