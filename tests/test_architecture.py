@@ -95,7 +95,8 @@ AXIS_FILES = {"tensor", "vocab", "sequence", "ring", "ulysses", "ddp"}
 
 
 PIPELINE = ["pipeline.schedule", "pipeline.replay", "pipeline.check", "pipeline.generators", "pipeline.files"]
-PIPELINE += ["pipeline.timeline", "pipeline.simulate", "pipeline.draw", "pipeline.svg"]  # each knows those before it
+PIPELINE += ["pipeline.timeline", "pipeline.simulate", "pipeline.saved", "pipeline.measured"]
+PIPELINE += ["pipeline.draw", "pipeline.svg"]  # each knows those before it
 
 
 def test_plan_takes_from_parallel_only_plain_values():

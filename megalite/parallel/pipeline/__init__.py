@@ -6,6 +6,7 @@ files        one's own: from a file or a function     timeline    Span, Timeline
 check        complete, in order, no deadlock          draw        text, account, Perfetto trace
 svg          pictures for slides                      clock       marks on the time of all ranks (torch)
 executor     one rank's actions, run (torch)          wire        what goes between two ranks (torch)
+measured     costs of measured steps, prediction      saved       a measured step in a file
 
 Plain values: nothing here imports torch unless it says so.
 """
