@@ -15,7 +15,7 @@ Source: Li et al., PyTorch Distributed (2020), §3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class GradientBuckets:
     """Sums the gradients of `parameters` over `axis` while backward runs.
 
     parameters: equal on all ranks of the axis, and in the same order   bucket_mb: MiB of gradients that travel together
+    shared: those of them whose gradient comes in several backwards of a microbatch; it travels in `finish`
 
         for i, microbatch in enumerate(microbatches):
             with buckets.accumulating(last=i == len(microbatches) - 1):
@@ -35,9 +36,16 @@ class GradientBuckets:
         buckets.finish()
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_mb: float = 25.0) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        axis: Axis,
+        bucket_mb: float = 25.0,
+        shared: Collection[nn.Parameter] = (),
+    ) -> None:
         self.axis = axis
         self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}  # but for shared ones
         self._issued = 0
         self._sending = False
         if axis.size == 1:
@@ -48,35 +56,43 @@ class GradientBuckets:
                 bucket = _Bucket()
                 self._buckets.append(bucket)
             bucket.add(parameter)
-            parameter.register_post_accumulate_grad_hook(bucket.arrived)
-            parameter.register_post_accumulate_grad_hook(self._issue_full)
+            if not any(parameter is other for other in shared):
+                self._bucket_of[parameter] = bucket
+                parameter.register_post_accumulate_grad_hook(self._arrived)
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         """Around one microbatch's backward; only in the `last` one do gradients travel."""
         self._sending = last
-        for bucket in self._buckets:
-            bucket.filling = last
         try:
             yield
         finally:
             self._sending = False
-            for bucket in self._buckets:
-                bucket.filling = False
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These gradients are final, however they came: they travel, but for those that a `last` backward has sent."""
+        with self.accumulating(last=True):
+            for parameter in parameters:
+                if parameter.grad is not None and parameter in self._bucket_of:
+                    self._arrived(parameter)
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axis; a parameter that got none counts as zero."""
         for bucket in self._buckets[self._issued :]:
             bucket.fill_up()
-        self._sending = True
         self._issue_full()
-        self._sending = False
         for bucket in self._buckets:
             bucket.settle()
         self._issued = 0
 
-    def _issue_full(self, _: Tensor | None = None) -> None:
-        while self._sending and self._issued < len(self._buckets) and self._buckets[self._issued].full:
+    def _arrived(self, parameter: Tensor) -> None:
+        """Hook of a parameter to whose gradient a backward added."""
+        if self._sending and parameter.grad is not None:  # PyTorch 2.13 calls hooks of undefined gradients too
+            self._bucket_of[parameter].arrived(parameter)
+            self._issue_full()
+
+    def _issue_full(self) -> None:
+        while self._issued < len(self._buckets) and self._buckets[self._issued].full:
             self._buckets[self._issued].issue(self.axis)
             self._issued += 1
 
@@ -85,7 +101,6 @@ class _Bucket:
     """Parameters whose gradients share one flat buffer, each with its place in it."""
 
     def __init__(self) -> None:
-        self.filling = False
         self.places: dict[nn.Parameter, int] = {}
         self.size = 0
         self._buffer: Tensor | None = None
@@ -106,10 +121,10 @@ class _Bucket:
         return len(self._arrived) == len(self.places)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Hook of a parameter whose gradient is complete: move it into the buffer."""
-        if not self.filling:
-            return
+        """A parameter whose gradient is complete: move it into the buffer."""
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter in self._arrived:
+            return
         place = self._place(parameter)
         place.copy_(parameter.grad)
         parameter.grad = place

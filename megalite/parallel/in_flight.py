@@ -85,6 +85,15 @@ def issue_shift(x: Tensor, axis: Axis, by: int, arriving: tuple[int, ...]) -> Pe
     return Pending(buffer, shape=arriving)
 
 
+def issue_swap(x: Tensor, axis: Axis, other: int) -> Pending:
+    """Start sending `x` to rank `other` and receiving as much from it.
+
+    Every rank of the axis takes part, with an empty tensor and itself where it has nothing to swap.
+    """
+    arrived = torch.ops.megalite.shift(x.flatten(), axis.name, axis.size, _group(axis), other, other, x.numel())
+    return Pending(arrived, shape=tuple(x.shape))
+
+
 def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's slice of a whole, as a view."""
     size = x.shape[dim] // axis.size

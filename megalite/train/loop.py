@@ -74,7 +74,7 @@ def pretrain(config: Config, device: torch.device) -> None:
     )
     if dist.is_initialized():
         dist.barrier()
-    peak = mesh.size * peak_flops(device, model.embedding.weight.dtype)
+    peak = mesh.size * peak_flops(device, model.dtype)
     flops = flops_per_token(config.model, train.seq_len)
     progress, metrics, entropy = TrainingProgress(train.steps, speaks), None, math.nan
     if speaks:

@@ -11,19 +11,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.parallel.ddp import GradientBuckets
-from megalite.parallel.in_flight import issue_all_gather
+from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce
 from megalite.parallel.mesh import Axis, coordinates, rank_at
 from megalite.parallel.parameters import shard_table
+from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.vocab import IGNORE_INDEX
 from megalite.train.gradients import finish_gradients
 from megalite.train.optimizer import adamw
+from megalite.train.pipelined import Microbatch, PipelinedGPT
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,25 @@ class TrainStep:
     The share is `[b, s]`: some rows of the batch (dp), and of each the tokens that parallel/layout.py says (sp).
 
     micro_batch: sequences at once; 0: the whole share   bucket_mb: see GradientBuckets
+    schedule: of the mesh's pp ranks, whose stages the model's parts are; None without pp
     """
 
     def __init__(
-        self, model: GPT, config: OptimizerConfig, *, micro_batch: int = 0, z_loss: float = 0.0, bucket_mb: float = 25.0
+        self,
+        model: GPT,
+        config: OptimizerConfig,
+        *,
+        schedule: Schedule | None = None,
+        micro_batch: int = 0,
+        z_loss: float = 0.0,
+        bucket_mb: float = 25.0,
     ) -> None:
         self.model, self.mesh, self.config = model, model.mesh, config
         self.micro_batch, self.z_loss = micro_batch, z_loss
         self.table = shard_table(model, self.mesh.tp)
-        self.buckets = GradientBuckets(model.parameters(), self.mesh.replicas, bucket_mb)
+        tied_here = [model.embedding.weight] if model.config.tied and len(model.parts) > 1 and model.embedding else []
+        self.buckets = GradientBuckets(model.parameters(), self.mesh.replicas, bucket_mb, shared=tied_here)
+        self.pipelined = PipelinedGPT(model, schedule, self.buckets)
         self.optimizer = adamw(model, config)
         self.steps = 0
 
@@ -58,7 +69,7 @@ class TrainStep:
     ) -> StepResult:
         """Train on this rank's share, `[b, s]` each; NumericError, before the update, where a number is none."""
         loss, count = self.backward(tokens, targets, documents)
-        norm = finish_gradients(self.model, self.buckets, self.table, self.mesh, self.config.clip)
+        norm = self.finish_gradients(self.config.clip)
         self._check_gradient(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr if lr is None else lr
@@ -71,22 +82,24 @@ class TrainStep:
         """Gradients of this rank's share, on their way over dp × sp; the global loss and its number of tokens."""
         replicas = self.mesh.replicas
         count = int(_over(replicas, (targets != IGNORE_INDEX).sum()).sum())
-        parts = list(microbatches(self.micro_batch, tokens, targets, documents))
-        own = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        for i, part in enumerate(parts):
-            with self.buckets.accumulating(last=i == len(parts) - 1):
-                loss = self.model(**part, reduction="sum", z_loss=self.z_loss) / max(count, 1)
-                loss.backward()
-                own += loss.detach()
+        batch = list(microbatches(self.micro_batch, tokens, targets, documents))
+        batch = [{**microbatch, "reduction": "sum", "z_loss": self.z_loss} for microbatch in batch]
+        own = self.pipelined.forward_backward(batch, max(count, 1))
+        if self.mesh.pp.size > 1:
+            own = issue_all_reduce(own, self.mesh.pp).wait()
         shares = _over(replicas, own)
         self._check_loss(shares)
         return shares.sum().item(), count
+
+    def finish_gradients(self, clip: float) -> float:
+        """See gradients.py."""
+        return finish_gradients(self.model, self.buckets, self.table, self.mesh, clip, self.pipelined.ends)
 
     def _check_loss(self, shares: Tensor) -> None:
         bad = (~shares.isfinite()).nonzero().flatten().tolist()
         if bad:
             where = coordinates(bad[0], {"dp": self.mesh.dp.size, "sp": self.mesh.sp.size})
-            rank = rank_at({"pp": 0, "tp": 0, **where}, self.mesh.sizes)
+            rank = rank_at({"pp": self.pipelined.ends[1], "tp": 0, **where}, self.mesh.sizes)
             raise NumericError(
                 f"the loss is {shares[bad[0]].item()} at step {self.steps + 1} on rank {rank} (dp {where['dp']}, sp "
                 f"{where['sp']}); the weights are those of step {self.steps}; a lower optimizer.lr or more "
@@ -110,9 +123,7 @@ def _over(axis: Axis, value: Tensor) -> Tensor:
     return value if axis.size == 1 else issue_all_gather(value, axis, 0).wait()
 
 
-def microbatches(
-    size: int, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
-) -> Iterator[dict[str, Tensor]]:
+def microbatches(size: int, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Iterator[Microbatch]:
     """What `GPT.forward` takes, `size` sequences at a time; 0: all of them at once."""
     given = {"tokens": tokens, "targets": targets} | ({} if documents is None else {"documents": documents})
     pieces = [x.split(size or len(tokens)) for x in given.values()]

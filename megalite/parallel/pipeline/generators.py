@@ -12,7 +12,7 @@ Plain values, no torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megalite.parallel.pipeline.schedule import (
     Action,
@@ -192,6 +192,16 @@ def _actions(phases: Iterable[Phase], held: dict[str, int]) -> Iterator[Action]:
 def _kind(word: str) -> Kind:
     assert word in ("F", "B", "BW")
     return word  # type: ignore[return-value]
+
+
+def one_after_another(rank_of: Sequence[int], microbatches: int) -> Schedule:
+    """Each microbatch forward and backward before the next one: for any placing of stages, with the least memory."""
+    ranks = []
+    for rank in range(max(rank_of) + 1):
+        held = [stage for stage, holder in enumerate(rank_of) if holder == rank]
+        way: list[tuple[Kind, int]] = [("F", stage) for stage in held] + [("BW", stage) for stage in reversed(held)]
+        ranks.append(tuple(Action(kind, stage, m) for m in range(microbatches) for kind, stage in way))
+    return Schedule("one after another", tuple(ranks), tuple(rank_of), microbatches)
 
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {
