@@ -37,7 +37,6 @@ from megalite.testing import run_ranks
 
 RANKS, MICROBATCHES = 2, 8
 Division = tuple[int, ...]  # blocks of each stage; the first has the embedding too, the last the norm and the head
-Step = Callable[[Tensor, Tensor], tuple[float, float]]  # of tokens and targets to the loss and the gradient's norm
 
 
 class Kind(NamedTuple):
@@ -82,6 +81,15 @@ class Part(PlainLlama):
             x = block(x, self.cos, self.sin)
         return self.head(self.norm(x)) if self.is_last else x
 
+    def example(self, rows: int) -> tuple[Tensor, Tensor]:
+        """What it takes and makes of a microbatch, without storage; PyTorch sends no gradient of what needs none."""
+        tokens = torch.empty(rows, len(self.cos), dtype=torch.long, device="meta")
+        x, logits = (
+            torch.empty(rows, len(self.cos), width, device="meta", requires_grad=True)
+            for width in (MODEL.hidden, MODEL.vocab_size)
+        )
+        return tokens if self.is_first else x, logits if self.is_last else x
+
     def load_from(self, whole: PlainLlama) -> None:
         """Take this part's weights."""
         for mine, theirs in zip(self.blocks, whole.blocks[self.start :], strict=False):
@@ -96,51 +104,48 @@ def rank_of(stage: int, ranks: int, folded: bool) -> int:
     return ranks - 1 - place if folded and turn % 2 else place
 
 
-def pipeline_step(name: str, division: Division, config: OptimizerConfig, whole: PlainLlama | None = None) -> Step:
-    """A step over all ranks by KINDS[name]: takes the whole batch on each, returns the same on each.
+class PlainPipeline:
+    """A model over all ranks by KINDS[name] with its optimizer: takes the whole batch on each rank, trains on it.
 
     whole: whose weights to start from; without, each rank draws its own
     """
-    kind, ranks, rank, size = KINDS[name], dist.get_world_size(), dist.get_rank(), BATCH // MICROBATCHES
-    total, last = BATCH * SEQ_LEN, len(division) - 1
-    assert len(division) == ranks * kind.chunks
-    tokens = torch.empty(size, SEQ_LEN, dtype=torch.long, device="meta")
-    hidden = torch.empty(size, SEQ_LEN, MODEL.hidden, device="meta", requires_grad=True)  # else no gradient comes back
-    logits = torch.empty(size, SEQ_LEN, MODEL.vocab_size, device="meta", requires_grad=True)
-    stages, parts = [], nn.ModuleList()
-    for stage in range(len(division)):
-        if rank_of(stage, ranks, kind.folded) != rank:
-            continue
-        part = Part(MODEL, SEQ_LEN, division, stage)
-        if whole is not None:
-            part.load_from(whole)
-        shapes = (hidden if stage else tokens,), (logits if stage == last else hidden,)
-        stages.append(pipelining.PipelineStage(part, stage, len(division), torch.device("cpu"), *shapes))
-        parts.append(part)
 
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
+    def __init__(self, name: str, division: Division, config: OptimizerConfig, whole: PlainLlama | None = None) -> None:
+        kind, ranks, rank = KINDS[name], dist.get_world_size(), dist.get_rank()
+        assert len(division) == ranks * kind.chunks
+        stages, self.parts = [], nn.ModuleList()
+        for stage in range(len(division)):
+            if rank_of(stage, ranks, kind.folded) == rank:
+                part = Part(MODEL, SEQ_LEN, division, stage)
+                if whole is not None:
+                    part.load_from(whole)
+                shapes = part.example(BATCH // MICROBATCHES)
+                stages.append(pipelining.PipelineStage(part, stage, len(division), torch.device("cpu"), *shapes))
+                self.parts.append(part)
+        self.holds_first, self.holds_last = stages[0].is_first, stages[-1].is_last
+        one_stage = issubclass(kind.schedule, pipelining.schedules.PipelineScheduleSingle)
+        given: Any = stages[0] if one_stage else stages
+        self.schedule = kind.schedule(given, MICROBATCHES, share_of_loss, scale_grads=False)
+        self.optimizer, self.clip = optimizer_of(self.parts, config), config.clip
 
-    one_stage = issubclass(kind.schedule, pipelining.schedules.PipelineScheduleSingle)
-    given: Any = stages[0] if one_stage else stages
-    schedule = kind.schedule(given, MICROBATCHES, loss_of, scale_grads=False)
-    holds_first, holds_last = stages[0].is_first, stages[-1].is_last
-    optimizer = optimizer_of(parts, config)
-
-    def step(tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    def __call__(self, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+        """Loss of the whole batch and norm of the gradient, the same on each rank."""
         losses: list[Tensor] = []
-        given = {"target": targets, "losses": losses} if holds_last else {}
-        schedule.step(*([tokens] if holds_first else []), return_outputs=False, **given)
-        norm = nn.utils.get_total_norm([p.grad for p in parts.parameters()])
+        given = {"target": targets, "losses": losses} if self.holds_last else {}
+        self.schedule.step(*([tokens] if self.holds_first else []), return_outputs=False, **given)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parts.parameters()])
         loss = torch.stack(losses).detach().sum() if losses else torch.zeros(())
         sums = torch.stack([norm.square(), loss])
         dist.all_reduce(sums)
-        nn.utils.clip_grads_with_norm_(parts.parameters(), config.clip, sums[0].sqrt())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        nn.utils.clip_grads_with_norm_(self.parts.parameters(), self.clip, sums[0].sqrt())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return sums[1].item(), sums[0].sqrt().item()
 
-    return step
+
+def share_of_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """What a microbatch adds to the mean over the tokens of the batch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * SEQ_LEN)
 
 
 def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -182,7 +187,7 @@ def dense_steps(steps: int) -> list[tuple[float, float]]:
 
 def pipeline_steps(name: str, division: Division, steps: int) -> list[tuple[float, float]]:
     """Loss and norm of each step of a pipeline."""
-    step, data = pipeline_step(name, division, OptimizerConfig(), whole_model()), batches()
+    step, data = PlainPipeline(name, division, OptimizerConfig(), whole_model()), batches()
     return [step(*next(data)) for _ in range(steps)]
 
 
@@ -191,7 +196,7 @@ def race_divisions(name: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     whole, data = whole_model(), batches()
 
     def contender(division: Division) -> Callable[[], object]:
-        step = pipeline_step(name, division, OptimizerConfig(), whole)
+        step = PlainPipeline(name, division, OptimizerConfig(), whole)
         return lambda: step(*next(data))
 
     return take_turns({str(division): contender(division) for division in CANDIDATES[KINDS[name].chunks]}, rounds)
