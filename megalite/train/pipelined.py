@@ -21,10 +21,16 @@ from megalite.parallel.pipeline.executor import Pipeline
 from megalite.parallel.pipeline.generators import one_after_another
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.timeline import Span, Timeline
+from megalite.plan.stages import Stages
 
 ALIGN_EVERY = 60.0  # seconds; the clocks of two machines are then apart by less than a millisecond
 
 Microbatch = Mapping[str, Any]  # what GPT.forward takes by these names
+
+
+def parts_of(stages: Stages, rank: int) -> list[Part]:
+    """What of the model a pp rank holds."""
+    return [Part(stage.layers, stage.has_embedding, stage.has_head) for stage in stages.stages if stage.rank == rank]
 
 
 class PipelinedGPT:

@@ -121,7 +121,7 @@ def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tupl
     share = own_share(batch, mesh, config.mesh.layout).to(device)
 
     step.backward(*share)
-    norm = finish_gradients(model, step.buckets, step.table, mesh, clip=0)
+    norm = step.finish_gradients(clip=0)
     gradients = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }

@@ -23,6 +23,7 @@ def check(case, way):
     assert loss <= LOSS
     assert norm <= NORM
     assert gradient <= GRADIENT, name
+    assert frozenset.union(*(d.names for d in found)) == expected.gradients.keys()  # no layer is dropped
 
 
 def kv_heads_of(heads, tp):
@@ -71,7 +72,8 @@ def name_of(case):
     sp = f" sp{way.sp}={way.sp // way.ulysses}x{way.ulysses} {way.layout}{' kept' * way.keep_kv}" if way.sp > 1 else ""
     window, documents = f" window {what.window}" if what.window else "", " documents" * what.documents
     model = f"{what.style} heads {what.heads}/{what.kv_heads} length {what.length}{window}{documents}"
-    return f"dp{way.dp}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
+    pp = f" pp{way.pp} {way.schedule} chunks {way.chunks} layers {what.layers}" if way.pp > 1 else ""
+    return f"dp{way.dp}{pp}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
 
 
 HANDFUL = [
@@ -95,6 +97,14 @@ HANDFUL = [
     (Case(length=6, batch=3, window=3), Way(sp=2, tp=2, layout="striped", micro_batch=1)),  # 3 tokens over a tp of 2
     (Case("gpt2", length=12, window=5, documents=True), Way(dp=2, sp=2, tp=2, keep_kv=True)),
     (Case(heads=4, kv_heads=2, length=24, documents=True), Way(sp=8, ulysses=2, layout="contiguous")),
+    # a pipeline
+    (Case(layers=3), Way(pp=2, micro_batch=1)),
+    (Case("gpt2", layers=3), Way(pp=3, schedule="gpipe", micro_batch=2)),
+    (Case("llama tied", layers=5), Way(pp=2, schedule="interleaved-1f1b", chunks=3, micro_batch=1)),
+    (Case("gpt2", layers=4, batch=6), Way(dp=2, pp=2, schedule="zb-v", micro_batch=1)),
+    (Case(layers=5, heads=4, kv_heads=2), Way(pp=4, tp=2, schedule="zb-h1", micro_batch=1)),
+    (Case("gpt2", layers=2, length=12, documents=True), Way(pp=2, sp=2, tp=2, schedule="zb-h2", micro_batch=1)),
+    (Case("llama tied", layers=4, window=5), Way(pp=2, schedule="dualpipe-v", micro_batch=1, division=(0, 1, 2, 1))),
 ]
 
 

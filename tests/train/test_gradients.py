@@ -45,14 +45,14 @@ def with_gradients(config, tp, sequence_parallel=True):
 @pytest.mark.ranks(1, 2, 3, 6)
 def test_what_several_ranks_hold_counts_once(name, sequence_parallel):
     model, table, mesh, expected = with_gradients(MODELS[name], dist.get_world_size(), sequence_parallel)
-    assert abs(gradient_norm(model, table, mesh.tp) / expected - 1) < 1e-14
+    assert abs(gradient_norm(model, table, mesh) / expected - 1) < 1e-14
 
 
 @pytest.mark.ranks(2)
 def test_without_gradients_the_norm_is_zero():
     mesh = Mesh(tp=2)
     model = GPT(MODELS["llama"], mesh)
-    assert gradient_norm(model, shard_table(model, mesh.tp), mesh.tp) == 0.0
+    assert gradient_norm(model, shard_table(model, mesh.tp), mesh) == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -61,7 +61,7 @@ def test_a_norm_that_is_no_number_is_nan_on_every_rank(bad):
     model, table, mesh, _ = with_gradients(MODELS["llama"], dist.get_world_size())
     if mesh.rank == mesh.size - 1:
         model.blocks[1].mlp.down.weight.grad[0, 0] = bad
-    assert math.isnan(gradient_norm(model, table, mesh.tp))
+    assert math.isnan(gradient_norm(model, table, mesh))
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e9])
@@ -76,4 +76,4 @@ def test_clipping_is_that_of_torch(clip):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, before[name] * factor, rtol=1e-13, atol=0)
     if clip == 1.0:
-        assert gradient_norm(model, table, mesh.tp) == pytest.approx(1.0, rel=1e-6)
+        assert gradient_norm(model, table, mesh) == pytest.approx(1.0, rel=1e-6)
