@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megalite.config import Config, ModelConfig, resolve
 from megalite.config_file import load
@@ -21,6 +21,9 @@ from megalite.launch.prepare import prepare, tokenize_visibly
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
 from megalite.plan import plan_stages
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves:
 # the others stay this many seconds.
@@ -154,26 +157,63 @@ def data_command(options: argparse.Namespace, world: World | None) -> int:
 def draw_command(options: argparse.Namespace, world: World | None) -> int:
     from rich.console import Console
 
-    from megalite.parallel.pipeline import Costs, check, load, simulate
+    from megalite.parallel.pipeline import GENERATORS, Costs, check, load, simulate
     from megalite.parallel.pipeline.draw import account, table, text, trace
     from megalite.parallel.pipeline.svg import svg
 
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    source = Path(options.schedule)
+    if options.schedule not in GENERATORS and (source.is_dir() or source.suffix == ".json"):
+        return _draw_run(source, options, console)
     try:
         schedule = load(options.schedule, options.stages, options.microbatches, options.chunks)
         in_flight = check(schedule)
         costs = Costs(options.forward, options.backward_input, options.backward_weight, options.send)
         timeline = simulate(schedule, costs)
-        for path, written in ((options.svg, lambda: svg([timeline])), (options.trace, lambda: trace(timeline))):
-            if path is not None:
-                path.write_text(written(), encoding="utf-8")
+        _write_pictures(options, lambda: svg([timeline]), lambda: trace(timeline))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     bubble = timeline.bubble()
     console.print(text(timeline, console.width, console.color_system is not None))
     console.print(account(bubble), soft_wrap=True)
     console.print(table(bubble, in_flight))
     return 0
+
+
+def _draw_run(source: Path, options: argparse.Namespace, console: Console) -> int:
+    """A measured step below its prediction, and both accounts side by side."""
+    from megalite.parallel.pipeline.check import activations
+    from megalite.parallel.pipeline.draw import comparison, table, texts, trace
+    from megalite.parallel.pipeline.saved import load
+    from megalite.parallel.pipeline.simulate import by_formula
+    from megalite.parallel.pipeline.svg import svg
+
+    try:
+        for name in ("stages", "microbatches", "chunks"):
+            if (given := getattr(options, name)) is not None:
+                raise ValueError(f"--{name}: {given} given; a run says its own")
+        saved = load(source)
+        both = saved.predicted, saved.measured
+        _write_pictures(
+            options,
+            lambda: svg(both, saved.titles, "s", saved.remark),
+            lambda: trace(*both, titles=saved.titles),
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    schedule, bubble = saved.measured.schedule, saved.measured.bubble()
+    console.print(texts(both, saved.titles, console.width, console.color_system is not None))
+    console.print(comparison(by_formula(schedule, saved.costs), saved.predicted.bubble(), bubble))
+    console.print(table(bubble, activations(schedule), "s"))
+    if saved.remark:
+        console.print(saved.remark, soft_wrap=True)
+    return 0
+
+
+def _write_pictures(options: argparse.Namespace, svg: Callable[[], str], trace: Callable[[], str]) -> None:
+    for path, written in ((options.svg, svg), (options.trace, trace)):
+        if path is not None:
+            path.write_text(written(), encoding="utf-8")
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
@@ -203,12 +243,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", type=Path, metavar="tokenizer.json", help="default: train a byte-level BPE")
     command.add_argument("--vocab-size", type=int, default=ModelConfig.vocab_size, help="of a trained tokenizer")
     command.set_defaults(command=data_command)
-    about = "a pipeline schedule as a picture, with its bubble by cause"
+    about = "a pipeline schedule, or a measured step of a run, as a picture with its bubble by cause"
     command = commands.add_parser("draw", help=about, description=about)
     command.add_argument(
         "schedule",
-        metavar="SCHEDULE",
-        help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v, a text or CSV file, or FILE.py:function",
+        metavar="SCHEDULE|RUN",
+        help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v, a text or CSV file, FILE.py:function, "
+        "or a run's folder: predicted and measured",
     )
     command.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline")
     command.add_argument("--microbatches", type=int, metavar="M")

@@ -65,6 +65,14 @@ class Saved:
         return expected(self.measured.schedule, self.costs, self.data, self.optimizer)
 
     @property
+    def titles(self) -> tuple[str, str]:
+        """Of the predicted picture and of the measured one."""
+        schedule, of = self.measured.schedule, f"of {self.steps} steps" if self.steps > 1 else "of one step"
+        sizes = f"{len(schedule.ranks)} ranks, {schedule.microbatches} microbatches"
+        more = f", {schedule.stages} stages" if schedule.stages > len(schedule.ranks) else ""
+        return f"{schedule.name}: {sizes}{more}, simulated from medians {of}", f"measured: the median bubble {of}"
+
+    @property
     def remark(self) -> str:
         """What is to be known before a measured bubble is believed; empty where there is nothing."""
         if self.cores is None or self.ranks <= self.cores:

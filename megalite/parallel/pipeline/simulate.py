@@ -70,8 +70,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def by_formula(schedule: Schedule, costs: Costs) -> dict[str, float]:
     """The bubble by the papers' formulas for the mean of the ranks' costs, by the name that `Bubble` has for it.
 
-    GPipe, 1F1B and interleaved 1F1B (SC21 §2.2): over_total and over_ideal; ZB-H1 and ZB-H2 (Zero Bubble, Table 2):
-    over_own. Empty for other schedules, and where a formula's assumptions do not hold.
+    GPipe, 1F1B and interleaved 1F1B (SC21 §2.2), ZB-H1 (Zero Bubble, Table 2): over_total and over_ideal; ZB-H2 (same
+    table): over_own. Empty for other schedules, and where a formula's assumptions do not hold.
     """
     p, m, chunks = len(schedule.ranks), schedule.microbatches, schedule.stages // len(schedule.ranks)
     name = next((name for name, known in _NAMES.items() if known == schedule.name), "")
@@ -79,12 +79,16 @@ def by_formula(schedule: Schedule, costs: Costs) -> dict[str, float]:
         return {}
     names = "forward", "backward", "backward_input", "backward_weight"
     f, bw, b, w = (sum(costs.of(name, schedule.stages)) / p for name in names)
-    if name in ("zb-h1", "zb-h2"):
-        put_off = w if name == "zb-h1" else 2 * w
-        idle, computing = (p - 1) * (f + b - put_off), m * (f + b + w)
-        return {"over_own": idle / (computing + idle)} if w <= min(f, b) and m >= 2 * p and computing else {}
     idle, computing = (p - 1) * (f + bw) / chunks, m * (f + bw)
-    return {"over_total": idle / (computing + idle), "over_ideal": idle / computing} if computing else {}
+    if name in ("zb-h1", "zb-h2"):
+        idle, computing = (p - 1) * (f + b - (w if name == "zb-h1" else 2 * w)), m * (f + b + w)
+        if w > min(f, b) or m < 2 * p:
+            return {}
+    if not computing:
+        return {}
+    if name == "zb-h2":
+        return {"over_own": idle / (computing + idle)}
+    return {"over_total": idle / (computing + idle), "over_ideal": idle / computing}
 
 
 _NAMES = {  # of the generators with a formula, and of the schedules that they make

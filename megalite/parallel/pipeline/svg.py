@@ -6,10 +6,22 @@ Plain values, no torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from megalite.parallel.pipeline.draw import LIGHTEST, MEANING, account, chunk_of, colour, ink, kinds_of
+from megalite.parallel.pipeline.draw import (
+    AROUND,
+    LIGHTEST,
+    MEANING,
+    account,
+    around,
+    chunk_of,
+    colour,
+    ink,
+    kinds_of,
+    unit_of,
+)
 from megalite.parallel.pipeline.timeline import Timeline
 
 WIDTH = 1280  # of the picture, in its own units; it scales
@@ -17,34 +29,55 @@ MARGIN, NAMES = 32, 72  # around it, and for the ranks' names
 ROW, GAP = 38, 4
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 TEXT, FAINT, IDLE = "#1d2430", "#667080", "#edf0f4"
+REMARK = "#9a5b00"
+LINE = 140  # characters of a line of 15 pixels, in the widest of the fonts
 WIDEST_CELL = 56.0  # a short step is drawn no wider than this for its shortest action
 
 
-def svg(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -> str:
+def svg(timelines: Sequence[Timeline], titles: Sequence[str] | None = None, unit: str = "", remark: str = "") -> str:
     """The timelines one under the other, on one scale of time: an SVG document.
 
     titles: of each; by default the schedule's name and sizes. Under it stands the bubble account.
+    unit: "s" where times are seconds, which are then marked in a readable unit   remark: a line at the foot
     """
-    length = max((timeline.end - timeline.start for timeline in timelines), default=0.0)
-    if length <= 0:
+    length = max((end - begin for begin, end in (timeline.extent for timeline in timelines)), default=0.0)
+    shortest = min(
+        (s.end - s.start for t in timelines for spans in t.ranks for s in spans if s.end > s.start), default=0
+    )
+    if length <= 0 or shortest <= 0:
         raise ValueError("svg: no time passes in what is to be drawn")
-    shortest = min(s.end - s.start for t in timelines for spans in t.ranks for s in spans if s.end > s.start)
     scale = min((WIDTH - 2 * MARGIN - NAMES) / length, WIDEST_CELL / shortest)
     parts: list[str] = []
     y = MARGIN
     for index, timeline in enumerate(timelines):
         title = titles[index] if titles else _title(timeline)
         parts.append(_text(MARGIN, y + 18, title, 22, weight=600))
-        parts.append(_text(MARGIN, y + 44, account(timeline.bubble()), 15, FAINT))
-        y = _rows(parts, timeline, y + 62, scale, length)
-        y = _axis(parts, y, scale, length) + 18
+        lines = _wrapped(account(timeline.bubble()))
+        for i, line in enumerate(lines):
+            parts.append(_text(MARGIN, y + 44 + 20 * i, line, 15, FAINT))
+        y = _rows(parts, timeline, y + 42 + 20 * len(lines), scale)
+        y = _axis(parts, y, scale, length, unit) + 18
     y = _legend(parts, timelines, y)
+    if remark:
+        parts.append(_text(MARGIN + NAMES, y + 27, remark, 15, REMARK))
+        y += 32
     height = y + MARGIN - 8
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     body = "\n".join(
         [f'{head} font-family="{FONT}">', f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>', *parts]
     )
     return f"{body}\n</svg>\n"
+
+
+def _wrapped(words: str) -> list[str]:
+    """In lines that fit, cut after a comma or semicolon."""
+    lines = [""]
+    for part in re.split(r"(?<=[,;]) ", words):
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > LINE:
+            lines.append(part)
+        else:
+            lines[-1] = f"{lines[-1]} {part}".strip()
+    return lines
 
 
 def _title(timeline: Timeline) -> str:
@@ -55,35 +88,53 @@ def _title(timeline: Timeline) -> str:
     return f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches{chunks}"
 
 
-def _rows(parts: list[str], timeline: Timeline, y: int, scale: float, length: float) -> int:
-    """A row for each rank; the y below them."""
-    chunks, left = chunk_of(timeline), MARGIN + NAMES
+def _rows(parts: list[str], timeline: Timeline, y: int, scale: float) -> int:
+    """A row for each rank, and beside them what is around the pipeline; the y below them."""
+    chunks, (origin, _) = chunk_of(timeline), timeline.extent
+
+    def place(start: float, end: float) -> tuple[float, float]:
+        return MARGIN + NAMES + (start - origin) * scale, (end - start) * scale
+
+    for name, *moments in around(timeline):
+        x, wide = place(*moments)
+        high = len(timeline.ranks) * (ROW + GAP) - GAP
+        parts.append(_rect(x, y, _seamed(wide), high, _hex(AROUND[name])))
     digits = len(str(timeline.schedule.microbatches - 1))  # all numbers of one kind are there, or none
     for rank, spans in enumerate(timeline.ranks):
-        parts.append(_text(left - 12, y + ROW / 2 + 5, f"rank {rank}", 15, anchor="end"))
-        parts.append(_rect(left, y, length * scale, ROW, IDLE))
+        parts.append(_text(MARGIN + NAMES - 12, y + ROW / 2 + 5, f"rank {rank}", 15, anchor="end"))
+        x, wide = place(timeline.start, timeline.end)
+        parts.append(_rect(x, y, wide, ROW, IDLE))
         for action, start, end in spans:
-            x, wide = left + (start - timeline.start) * scale, (end - start) * scale
+            x, wide = place(start, end)
             fill = colour(action.kind, *chunks[action.stage])
-            label = str(action.microbatch)
-            # a white seam between cells, as long as it leaves something to be seen
-            parts.append(_rect(x, y, max(wide - 1.2, wide * 0.7), ROW, _hex(fill)))
+            parts.append(_rect(x, y, _seamed(wide), ROW, _hex(fill)))
             size = min(15.0, (wide - 3) / (0.6 * digits))
             if size >= 7:
-                parts.append(_text(x + wide / 2 - 0.6, y + ROW / 2 + size * 0.36, label, size, ink(fill), "middle"))
+                middle = x + wide / 2 - 0.6
+                parts.append(
+                    _text(middle, y + ROW / 2 + size * 0.36, str(action.microbatch), size, ink(fill), "middle")
+                )
         y += ROW + GAP
     return y
 
 
-def _axis(parts: list[str], y: int, scale: float, length: float) -> int:
-    """Marks of time, at round numbers."""
-    rough = length / 8
+def _seamed(wide: float) -> float:
+    """With a white seam between cells, as long as it leaves something to be seen."""
+    return max(wide - 1.2, wide * 0.7)
+
+
+def _axis(parts: list[str], y: int, scale: float, length: float, unit: str) -> int:
+    """Marks of time, at round numbers; the last one has the unit."""
+    many, unit = unit_of(length) if unit == "s" else (1.0, unit)
+    rough = length * many / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-    for i in range(math.floor(length / step * (1 + 1e-9)) + 1):
-        x = MARGIN + NAMES + i * step * scale
+    marks = math.floor(length * many / step * (1 + 1e-9))
+    for i in range(marks + 1):
+        x = MARGIN + NAMES + i * step * scale / many
         parts.append(f'<path d="M{x:.2f} {y}v5" stroke="{FAINT}"/>')
-        parts.append(_text(x, y + 20, f"{i * step:g}", 13, FAINT, "middle"))
+        label = f"{i * step:g} {unit}".strip() if i == marks else f"{i * step:g}"
+        parts.append(_text(x, y + 20, label, 13, FAINT, "middle"))
     return y + 26
 
 
@@ -98,10 +149,13 @@ def _legend(parts: list[str], timelines: Sequence[Timeline], y: int) -> int:
             x += 20
         parts.append(_text(x + 8, y + 13, MEANING[kind], 15))
         x += 8 + 8.2 * len(MEANING[kind]) + 24
-    parts.append(_rect(x, y, 20, 16, IDLE))
-    parts.append(_text(x + 28, y + 13, "idle", 15))
+    there = {name for timeline in timelines for name, _, _ in around(timeline)}
+    for name, fill in {"idle": IDLE, **{name: _hex(AROUND[name]) for name in AROUND if name in there}}.items():
+        parts.append(_rect(x, y, 20, 16, fill))
+        parts.append(_text(x + 28, y + 13, name, 15))
+        x += 28 + 8.2 * len(name) + 24
     if most > 1 and LIGHTEST:
-        parts.append(_text(x + 90, y + 13, "lighter: a later stage of the rank", 15, FAINT))
+        parts.append(_text(x, y + 13, "lighter: a later stage of the rank", 15, FAINT))
     return y + 16
 
 
