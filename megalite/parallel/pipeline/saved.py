@@ -70,7 +70,10 @@ class Saved:
         schedule, of = self.measured.schedule, f"of {self.steps} steps" if self.steps > 1 else "of one step"
         sizes = f"{len(schedule.ranks)} ranks, {schedule.microbatches} microbatches"
         more = f", {schedule.stages} stages" if schedule.stages > len(schedule.ranks) else ""
-        return f"{schedule.name}: {sizes}{more}, simulated from medians {of}", f"measured: the median bubble {of}"
+        return (
+            f"{schedule.name}: {sizes}{more}, simulated from medians {of}",
+            f"measured: the step with the median bubble, {of}",
+        )
 
     @property
     def remark(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
@@ -70,10 +71,10 @@ def svg(timelines: Sequence[Timeline], titles: Sequence[str] | None = None, unit
 
 
 def _wrapped(words: str) -> list[str]:
-    """In lines that fit, cut after a comma or semicolon."""
+    """In lines that fit: a new one after each semicolon, and after a comma where need be."""
     lines = [""]
     for part in re.split(r"(?<=[,;]) ", words):
-        if lines[-1] and len(lines[-1]) + 1 + len(part) > LINE:
+        if lines[-1].endswith(";") or len(lines[-1]) + 1 + len(part) > LINE:
             lines.append(part)
         else:
             lines[-1] = f"{lines[-1]} {part}".strip()
@@ -99,7 +100,7 @@ def _rows(parts: list[str], timeline: Timeline, y: int, scale: float) -> int:
         x, wide = place(*moments)
         high = len(timeline.ranks) * (ROW + GAP) - GAP
         parts.append(_rect(x, y, _seamed(wide), high, _hex(AROUND[name])))
-    digits = len(str(timeline.schedule.microbatches - 1))  # all numbers of one kind are there, or none
+    sizes = _number_sizes(timeline, scale)
     for rank, spans in enumerate(timeline.ranks):
         parts.append(_text(MARGIN + NAMES - 12, y + ROW / 2 + 5, f"rank {rank}", 15, anchor="end"))
         x, wide = place(timeline.start, timeline.end)
@@ -108,14 +109,21 @@ def _rows(parts: list[str], timeline: Timeline, y: int, scale: float) -> int:
             x, wide = place(start, end)
             fill = colour(action.kind, *chunks[action.stage])
             parts.append(_rect(x, y, _seamed(wide), ROW, _hex(fill)))
-            size = min(15.0, (wide - 3) / (0.6 * digits))
-            if size >= 7:
+            label, size = str(action.microbatch), sizes[action.kind]
+            if 7 <= size <= (wide - 2) / (0.6 * len(label)):
                 middle = x + wide / 2 - 0.6
-                parts.append(
-                    _text(middle, y + ROW / 2 + size * 0.36, str(action.microbatch), size, ink(fill), "middle")
-                )
+                parts.append(_text(middle, y + ROW / 2 + size * 0.36, label, size, ink(fill), "middle"))
         y += ROW + GAP
     return y
+
+
+def _number_sizes(timeline: Timeline, scale: float) -> dict[str, float]:
+    """Of the microbatches' numbers in the cells of each kind: what most of the cells have room for."""
+    digits = len(str(timeline.schedule.microbatches - 1))
+    wide: dict[str, list[float]] = {}
+    for (kind, _, _), start, end in (span for spans in timeline.ranks for span in spans):
+        wide.setdefault(kind, []).append((end - start) * scale)
+    return {kind: min(15.0, (statistics.quantiles([*w, *w], n=4)[0] - 3) / (0.6 * digits)) for kind, w in wide.items()}
 
 
 def _seamed(wide: float) -> float:
@@ -155,7 +163,10 @@ def _legend(parts: list[str], timelines: Sequence[Timeline], y: int) -> int:
         parts.append(_text(x + 28, y + 13, name, 15))
         x += 28 + 8.2 * len(name) + 24
     if most > 1 and LIGHTEST:
-        parts.append(_text(x, y + 13, "lighter: a later stage of the rank", 15, FAINT))
+        words = "lighter: a later stage of the rank"
+        if x + 8.2 * len(words) > WIDTH - MARGIN:
+            x, y = MARGIN + NAMES, y + 27
+        parts.append(_text(x, y + 13, words, 15, FAINT))
     return y + 16
 
 
