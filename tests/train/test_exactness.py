@@ -1,7 +1,9 @@
-"""The mesh never changes the mathematics: ten training steps on dp × sp × tp against the mesh of one, in float64."""
+"""The mesh never changes the mathematics: ten steps on dp × pp × sp × tp against the mesh of one, in float64."""
 
 import itertools
 import math
+import random
+from dataclasses import replace
 
 import pytest
 from trajectory import OPTIMIZER, STEPS, Case, Way, dense, distance
@@ -61,6 +63,57 @@ def cases_of_sp(dp, sp, tp):
                 yield case, Way(dp, sp, tp, i % 5 != 1, micro_batch, ulysses, layout, keep_kv=i // 3 % 2 == 1)
 
 
+PIPELINES = [
+    *((name, 0) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")),
+    ("interleaved-1f1b", 2),
+    ("interleaved-1f1b", 3),
+]
+
+
+def pipelined(way, many, tied, number):
+    """A case of `many` microbatches for a way; styles, divisions, windows, … are drawn by the case's number."""
+    draw = random.Random(number).choice
+    stages = way.pp * (way.chunks or (2 if way.schedule in ("zb-v", "dualpipe-v") else 1))
+    ones = [1] * (stages - 2)
+    uneven = [1 + (stage + number) % 3 // 2 for stage in range(stages)]
+    division = draw([[], uneven, [2, *ones, 0], [0, *ones, 0] if ones else [0, 2]])  # empty: by estimated cost
+    heads = way.tp * way.ulysses * max(1, 6 // (way.tp * way.ulysses))
+    micro_batch, window = draw([1, 1, 2]), draw([0, 4])
+    case = Case(
+        style=draw(["llama tied", "gpt2"] if tied else ["llama", "gpt2 untied"]),
+        heads=heads,
+        kv_heads=draw(kv_heads_of(heads, way.tp)),
+        batch=way.dp * many * micro_batch,
+        length=3 * sequence_divisor(way.layout, way.sp // way.ulysses, way.ulysses) if way.sp > 1 else draw([10, 11]),
+        z_loss=draw([0, 0, 1e-2]),
+        window=window,
+        documents=draw([False, True]),
+        layers=sum(division) or stages + draw([-1, 0, 1]),
+    )
+    return case, replace(way, division=tuple(division), micro_batch=micro_batch)
+
+
+def cases_of_pp():
+    """Every schedule with fewer microbatches than ranks, as many, no multiple and more, tied and untied."""
+    number = itertools.count()
+    for pp, (schedule, chunks) in itertools.product((2, 3, 4), PIPELINES):
+        for many, tied in itertools.product((pp - 1, pp, 2 * pp - 1, 2 * pp), (False, True)):
+            yield pipelined(Way(pp=pp, schedule=schedule, chunks=chunks), many, tied, next(number))
+
+
+def cases_of_pp_with_others():
+    """Every schedule on every mesh of up to 8 ranks whose pp is 2, 3 or 4 and not all of it."""
+    number = itertools.count(1000)
+    for dp, pp, sp, tp in itertools.product((1, 2, 3, 4), (2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)):
+        for schedule, chunks in PIPELINES if pp < dp * pp * sp * tp <= 8 else []:
+            i = next(number)
+            draw = random.Random(i).choice
+            ulysses, layout, kept = draw([1, sp]), draw(LAYOUTS), draw([False, True])
+            way = Way(dp, sp, tp, draw([True, True, False]), 0, ulysses, layout, kept, pp, schedule, chunks)
+            yield pipelined(way, draw([1, pp, pp + 1, 2 * pp]), draw([False, True]), i)
+
+
+EVERY_OF_PP = [*cases_of_pp(), *cases_of_pp_with_others()]
 EVERY = [case for dp in range(1, 9) for tp in range(1, 8 // dp + 1) for case in cases(dp, tp)]
 MESHES_OF_SP = [m for m in itertools.product((1, 2, 3, 4), (2, 3, 4, 8), (1, 2, 3, 4)) if math.prod(m) <= 8]
 EVERY_OF_SP = [case for mesh in MESHES_OF_SP for case in cases_of_sp(*mesh)]
@@ -72,8 +125,16 @@ def name_of(case):
     sp = f" sp{way.sp}={way.sp // way.ulysses}x{way.ulysses} {way.layout}{' kept' * way.keep_kv}" if way.sp > 1 else ""
     window, documents = f" window {what.window}" if what.window else "", " documents" * what.documents
     model = f"{what.style} heads {what.heads}/{what.kv_heads} length {what.length}{window}{documents}"
-    pp = f" pp{way.pp} {way.schedule} chunks {way.chunks} layers {what.layers}" if way.pp > 1 else ""
-    return f"dp{way.dp}{pp}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
+    return f"dp{way.dp}{pipeline_of(case)}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
+
+
+def pipeline_of(case):
+    what, way = case
+    if way.pp == 1:
+        return ""
+    chunks, division = f" chunks {way.chunks}" * (way.chunks > 0), "+".join(map(str, way.division)) or what.layers
+    many = what.batch // way.dp // (way.micro_batch or 1)
+    return f" pp{way.pp} {way.schedule}{chunks} layers {division} microbatches {many}"
 
 
 HANDFUL = [
@@ -122,6 +183,12 @@ def test_ten_steps_on_every_mesh_are_those_of_the_mesh_of_one(case):
 @pytest.mark.full
 @pytest.mark.parametrize("case", EVERY_OF_SP, ids=name_of)
 def test_ten_steps_with_the_sequence_cut_in_every_way_are_those_of_the_mesh_of_one(case):
+    check(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", EVERY_OF_PP, ids=name_of)
+def test_ten_steps_on_every_pipeline_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 

@@ -16,8 +16,8 @@ from megalite.parallel.parameters import cut
 from megalite.parallel.sharding import Shard
 from megalite.plan.stages import Stages, plan_stages
 from megalite.testing import run_ranks
-from megalite.train.pipelined import parts_of
 from megalite.train.lr import learning_rate
+from megalite.train.pipelined import parts_of
 from megalite.train.step import TrainStep
 from megalite.train.verify import own_share
 
@@ -29,7 +29,12 @@ LLAMA = ModelConfig(vocab_size=VOCABULARY, layers=2, max_seq_len=48, init_std=0.
 GPT2 = replace(
     LLAMA, positions="learned", norm="layernorm", activation="gelu_tanh", bias=True, tied=True, kv_heads=0, ffn=0
 )
-STYLES = {"llama": LLAMA, "gpt2": GPT2, "llama tied": replace(LLAMA, tied=True)}
+STYLES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "llama tied": replace(LLAMA, tied=True),
+    "gpt2 untied": replace(GPT2, tied=False),
+}
 
 
 @dataclass(frozen=True)
