@@ -127,7 +127,7 @@ def load(path: Path) -> Saved:
         return _saved(read)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or of another kind: {type(error).__name__}: {error}") from None
 
 

@@ -95,7 +95,7 @@ class Bubble:
 
     @property
     def _idle(self) -> float:
-        return self.step * len(self.busy) - sum(self.busy)
+        return max(0.0, self.step * len(self.busy) - sum(self.busy))
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,15 @@ def test_costs_of_a_stage():
     assert starts == {"0F0": (0, 1), "1F0": (1, 3), "1BW0": (3, 6.5), "0BW0": (7.5, 11)}  # 1 sends for 1, 0 for 0
 
 
+def test_costs_as_a_list_and_both_backwards_at_once():
+    timeline = simulate(one_f_one_b(2, 1), Costs([1, 2], 3, 0.5, backward=[2.5, 3]))
+    assert [[span.end - span.start for span in spans] for spans in timeline.ranks] == [[1, 2.5], [2, 3]]
+    apart = simulate(zb_h1(2, 1), Costs(1, 3, 0.5, backward=100))
+    assert sum(apart.bubble().busy) == 9
+    with pytest.raises(ValueError, match="forward: 3 given; 2 would do, one for each stage"):
+        simulate(one_f_one_b(2, 1), Costs([1, 2, 3], 1, 1))
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_what_is_no_time_is_refused(wrong):
     with pytest.raises(ValueError, match=r"backward_weight of stage 1: .* given; a time of 0 or more would do"):

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from test_check import published
 
 from megalite.parallel.pipeline import Costs, Span, Timeline, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from megalite.parallel.pipeline.replay import begin_times
+from megalite.parallel.pipeline.saved import timeline as timeline_of
 from megalite.parallel.pipeline.schedule import Action, Schedule
 
 EQUAL = Costs(1.0, 1.0, 1.0)
@@ -80,3 +82,60 @@ def test_a_step_that_takes_no_time_and_a_rank_that_computes_nothing():
     alone = Schedule("mine", ((Action("F", 0, 0), Action("BW", 0, 0)), ()), (0,), 1)
     bubble = simulate(alone, EQUAL).bubble()
     assert bubble.over_total == 0.5 and sum(bubble.idle[1]) == 3
+
+
+@settings(deadline=None, max_examples=300)
+@given(published(), st.floats(0, 0.3), st.floats(0, 1e-3), st.floats(0, 0.05), st.randoms(use_true_random=False))
+def test_jitter_and_clocks_that_differ_leave_a_sound_account(schedule, jitter, apart, pause, random):
+    """Actions of random length, pauses between them, and ranks whose clocks are up to 2 ms apart."""
+    names = {"F": 1.0, "B": 1.2, "W": 0.7, "BW": 1.8}
+    seconds = [[names[a.kind] * random.uniform(1, 1 + jitter) for a in actions] for actions in schedule.ranks]
+    lasting = [[s + random.uniform(0, pause) for s in row] for row in seconds]
+    begin, _ = begin_times(schedule.ranks, schedule.rank_of, schedule.microbatches, lasting, [0.0] * schedule.stages)
+    ranks = []
+    for begins, lengths in zip(begin, seconds, strict=True):
+        clock = 1e5 + random.uniform(-apart, apart)
+        times = [
+            moment + clock for start, length in zip(begins, lengths, strict=True) for moment in (start, start + length)
+        ]
+        ranks.append(times)
+    timeline = timeline_of(schedule, ranks, begin=1e5 - 0.5, finish=1e5 + 1e3)
+    bubble = timeline.bubble()
+    for busy, idle in zip(bubble.busy, bubble.idle, strict=True):
+        assert min(idle) >= 0
+        assert busy + sum(idle) == pytest.approx(bubble.step)
+    assert min(idle.imbalance for idle in bubble.idle) == 0
+    assert 0 <= bubble.over_total < 1 and timeline.over_total == pytest.approx(bubble.over_total)
+    assert sum(bubble.causes.values()) == pytest.approx(bubble.over_total, abs=1e-9)
+    assert bubble.data + bubble.step + bubble.optimizer == pytest.approx(1e3 + 0.5)
+
+
+def test_an_action_that_begins_before_what_it_needs_has_ended_has_no_communication():
+    simulated = simulate(one_f_one_b(2, 2), EQUAL)
+    early = [
+        [Span(a, start - 0.01 * rank, end - 0.01 * rank) for a, start, end in spans]
+        for rank, spans in enumerate(simulated.ranks)
+    ]
+    late_end = [
+        [span._replace(end=span.end - 0.02) if span.end == simulated.end else span for span in early[0]],
+        early[1],
+    ]
+    bubble = Timeline(simulated.schedule, late_end).bubble()
+    assert [idle.communication for idle in bubble.idle] == [0, 0]
+    for busy, idle in zip(bubble.busy, bubble.idle, strict=True):
+        assert busy + sum(idle) == pytest.approx(bubble.step)
+
+
+def test_data_and_optimizer_stand_beside_the_pipelines_own_window():
+    simulated = simulate(one_f_one_b(4, 8), EQUAL)
+    around = Timeline(simulated.schedule, simulated.ranks, begin=-2.0, finish=simulated.end + 3.0)
+    bubble, without = around.bubble(), simulated.bubble()
+    assert (bubble.data, bubble.optimizer, bubble.whole) == (2, 3, simulated.end + 5)
+    assert (without.data, without.optimizer, without.whole) == (0, 0, simulated.end)
+    assert (bubble.over_total, bubble.over_ideal, bubble.causes) == (
+        without.over_total,
+        without.over_ideal,
+        without.causes,
+    )
+    assert around.extent == (-2, simulated.end + 3) and simulated.extent == (0, simulated.end)
+    assert Timeline(simulated.schedule, simulated.ranks, begin=1e-6, finish=simulated.end - 1e-6).bubble() == without
