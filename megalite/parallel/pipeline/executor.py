@@ -107,11 +107,11 @@ class _Run:
     """One step: what is between the actions."""
 
     def __init__(self, pipeline: Pipeline, wire: Wire, shapes: Shapes, dtype: torch.dtype) -> None:
-        self.pipeline, self.wire = pipeline, wire
+        self.pipeline, self.wire, self.shapes, self.dtype = pipeline, wire, shapes, dtype
         self.marks: list[tuple[Mark, Mark]] = []
         self.made_last: dict[int, Tensor] = {}
         self._here: dict[Action, Tensor] = {}  # made on this rank and needed on it
-        self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         self._put_off: dict[tuple[int, int], list[Factors]] = {}
         wire.begin(shapes, dtype)
 
@@ -134,11 +134,12 @@ class _Run:
             x.requires_grad_()
         with self._measured(action):
             y = self.pipeline.stages[stage](x, microbatch)
+            self._require_shape(y, stage, microbatch)
         if stage == self.pipeline.schedule.stages - 1:
             self.made_last[microbatch] = y.detach()
-            kept: Tensor | GradientEdge = y
+            kept: Tensor | GradientEdge | None = y
         else:
-            kept = get_gradient_edge(y) if y.requires_grad else y.detach()
+            kept = get_gradient_edge(y) if y.requires_grad else None  # a frozen stage
             self._hand_on(action, y.detach(), stage + 1)
         if torch.is_grad_enabled():
             self._graphs[action[1:]] = x, kept
@@ -151,13 +152,23 @@ class _Run:
         final = kind == "BW" and self.pipeline._final[stage] == action
         with self._measured(action), self.pipeline._accumulating(final):
             if kind == "BW":
-                torch.autograd.backward(y, gradient)
+                _differentiate(y, gradient)
             else:
                 with weight_gradients.taking(later=True) as put_off:
-                    torch.autograd.backward(y, gradient)
+                    _differentiate(y, gradient)
                 self._put_off[action[1:]] = put_off
         if x is not None:
             self._hand_on(action, x.grad if x.grad is not None else torch.zeros_like(x), stage - 1)
+
+    def _require_shape(self, y: Tensor, stage: int, microbatch: int) -> None:
+        """Before it is sent: gloo ends the receiving process where another number of bytes comes than it expects."""
+        if stage == self.pipeline.schedule.stages - 1:
+            return
+        shape = list(self.shapes(stage, microbatch))
+        if list(y.shape) != shape or y.dtype != self.dtype:
+            raise ValueError(
+                f"{y.dtype} {list(y.shape)} made; {self.dtype} {shape} would do, as this step's shapes say"
+            )
 
     def _made(self, made: Action, wanted: Action) -> Tensor:
         """What a neighbouring stage made; of a B or BW it is named B."""
@@ -189,6 +200,11 @@ class _Run:
                 f"rank {_rank()}, stage {action.stage}, {action}: {type(error).__name__}: {error}"
             ) from error
         self.marks.append((start, clock.mark()))
+
+
+def _differentiate(y: Tensor | GradientEdge | None, gradient: Tensor | None) -> None:
+    if y is not None:
+        torch.autograd.backward(y, gradient)
 
 
 def _rank() -> int:
