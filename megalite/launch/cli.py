@@ -99,7 +99,7 @@ def _train_rank(world: World, config: Config) -> None:
     from megalite.parallel.world import local_device
     from megalite.train.loop import pretrain
 
-    pretrain(config, local_device(world.local_rank, world.local_size))
+    pretrain(config, local_device(world.local_rank, world.local_size), world.local_size)
 
 
 def _verify_rank(world: World, config: Config) -> None:
@@ -126,6 +126,7 @@ def _print_rows(rows: Sequence, config: Config) -> None:
 
     mesh, model = config.mesh, config.model
     cut = f", ring {mesh.ring} × ulysses {mesh.ulysses} {mesh.layout}" if mesh.sp > 1 else ""
+    cut += f", {mesh.schedule} of {mesh.microbatches} microbatches" if mesh.pp > 1 else ""
     table = Table(
         title=f"dp {mesh.dp} × pp {mesh.pp} × sp {mesh.sp} × tp {mesh.tp} against the mesh of one, float64",
         caption=f"twin: vocabulary {model.vocab_size}, hidden {model.hidden}, {model.layers} layers, "

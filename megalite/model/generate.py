@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,24 @@ from megalite.model.gpt import GPT
 
 @torch.no_grad()
 def generate(
-    model: GPT, tokens: Tensor, count: int, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    model: GPT,
+    tokens: Tensor,
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    logits_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`tokens` `[b, s]` followed by `count` more, drawn from the `top_k` likeliest; temperature 0 takes the likeliest.
 
-    Every tp and sp rank draws the same, as logits and seed are the same. The last max_seq_len tokens are attended to.
+    All ranks but those of dp draw the same, as logits and seed are. The last max_seq_len tokens are attended to.
+    logits_of: tokens ─▶ `[b, V]`, of the word that follows, where a pipeline computes them (PipelinedGPT.logits)
     """
+    logits_of = logits_of or (lambda tokens: model(tokens, whole=True)[:, -1])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        logits = model(tokens[:, -model.config.max_seq_len :], whole=True)[:, -1].double().cpu()
+        logits = logits_of(tokens[:, -model.config.max_seq_len :]).double().cpu()
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

@@ -46,14 +46,23 @@ class Comparison:
         actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach()
         self._rows.append(Row(name, _relative_error(actual, expected, least), bound))
 
+    def held_elsewhere(self, name: str, bound: float) -> None:
+        """A row of which this rank has nothing, for another that has: where none has, its error is infinite."""
+        self._rows.append(Row(name, -math.inf, bound))
+
     def over_ranks(self) -> list[Row]:
         """The rows with the largest error of any rank: the same list on every rank."""
         if not dist.is_initialized():
-            return self._rows
+            return self._seen(self._rows)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         errors = torch.tensor([row.error for row in self._rows], dtype=torch.float64, device=device)
         dist.all_reduce(errors, dist.ReduceOp.MAX)
-        return [Row(row.name, error, row.bound) for row, error in zip(self._rows, errors.tolist(), strict=True)]
+        largest = zip(self._rows, errors.tolist(), strict=True)
+        return self._seen([Row(row.name, error, row.bound) for row, error in largest])
+
+    @staticmethod
+    def _seen(rows: list[Row]) -> list[Row]:
+        return [row if row.error >= 0 else Row(row.name, math.inf, row.bound) for row in rows]
 
 
 def _relative_error(actual: Tensor, expected: Tensor, least: float) -> float:

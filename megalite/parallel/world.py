@@ -49,6 +49,9 @@ def local_device(local_rank: int, local_size: int) -> torch.device:
 
 def local_threads(local_size: int) -> int:
     """How many threads each of the `local_size` ranks of this machine may compute with."""
-    # The cores this process may use, which a container or a batch system can hold below those of the machine.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size)
+    return max(1, usable_cores() // local_size)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which a container or a batch system can hold below those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,8 +22,13 @@ from megalite.model.gpt import GPT
 from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.pipeline.measured import Recorder
+from megalite.parallel.pipeline.saved import TIMELINE
+from megalite.parallel.world import usable_cores
+from megalite.plan.stages import plan_stages
 from megalite.train.lr import learning_rate
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
+from megalite.train.pipelined import PipelinedGPT
 from megalite.train.progress import TrainingProgress
 from megalite.train.step import TrainStep, microbatches
 
@@ -59,8 +64,11 @@ def open_data(config: Config) -> Splits:
     return Splits(files, sampler("train"), sampler("validation") if data.validation else None)
 
 
-def pretrain(config: Config, device: torch.device) -> None:
-    """Train as `config` says, on this rank. The process group is up, and `config` is resolved for its size."""
+def pretrain(config: Config, device: torch.device, local_ranks: int | None = None) -> None:
+    """Train as `config` says, on this rank. The process group is up, and `config` is resolved for its size.
+
+    local_ranks: how many ranks this machine has; None: all
+    """
     train, sizes = config.train, config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
     positions = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
@@ -68,17 +76,15 @@ def pretrain(config: Config, device: torch.device) -> None:
     data = open_data(config)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT.of(config, mesh)
-    step = TrainStep(
-        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=sizes.bucket_mb
-    )
+        step = TrainStep.of(config, mesh)
+    model, pipelined, clock = step.model, step.pipelined, step.pipelined.clock
     if dist.is_initialized():
         dist.barrier()
     peak = mesh.size * peak_flops(device, model.dtype)
     flops = flops_per_token(config.model, train.seq_len)
     progress, metrics, entropy = TrainingProgress(train.steps, speaks), None, math.nan
+    folder, recorder = Path(config.run.dir), _recorder(pipelined, local_ranks or mesh.size, device)
     if speaks:
-        folder = Path(config.run.dir)
         metrics = MetricsFile(folder / "metrics.jsonl")
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         entropy = unigram_entropy(data.train)
@@ -86,9 +92,11 @@ def pretrain(config: Config, device: torch.device) -> None:
     seen, started = 0, time.perf_counter()
     try:
         for index in range(train.steps):
+            begin = clock.mark()
             lr = learning_rate(index, train.steps, config.optimizer)
             batch = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
             result = step(batch.tokens, batch.targets, lr, documents=batch.documents)
+            bubble = recorder.add(*pipelined.measured(begin, clock.mark())) if recorder else None
             seconds, started = time.perf_counter() - started, time.perf_counter()
             seen += result.tokens
             speed = result.tokens / seconds
@@ -102,23 +110,34 @@ def pretrain(config: Config, device: torch.device) -> None:
                 "tokens_per_second": speed,
                 "mfu": speed * flops / peak,
             }
+            if bubble is not None:
+                line |= {"bubble": bubble.measured, "bubble_predicted": bubble.predicted}
             if data.validation is not None and _validates(index + 1, config):
-                line["val_loss"] = validate(model, data.validation, config, positions, device)
+                line["val_loss"] = validate(pipelined, data.validation, config, positions, device)
                 started = time.perf_counter()
             if metrics is not None:
                 metrics.write(line)
-            progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"))
+            progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"), bubble)
         progress.close()
         if speaks:
             progress.say(_closing(line, entropy, config))
         if train.sample_tokens and mesh.dp.rank == 0:
-            text = _sample(model, data, config, device)
+            text = _sample(pipelined, data, config, device)
             if speaks:
                 progress.say(text)
     finally:
         progress.close()
         if metrics is not None:
             metrics.close()
+            if recorder is not None:
+                recorder.save(folder / TIMELINE)
+
+
+def _recorder(pipelined: PipelinedGPT, local_ranks: int, device: torch.device) -> Recorder | None:
+    """What measures the bubble, where there can be one."""
+    if pipelined.pp.size == 1:
+        return None
+    return Recorder(pipelined.schedule, local_ranks, None if device.type == "cuda" else usable_cores())
 
 
 def _validates(done: int, config: Config) -> bool:
@@ -128,17 +147,17 @@ def _validates(done: int, config: Config) -> bool:
 
 @torch.no_grad()
 def validate(
-    model: GPT, sampler: Sampler, config: Config, positions: NDArray[np.integer], device: torch.device
+    pipelined: PipelinedGPT, sampler: Sampler, config: Config, positions: NDArray[np.integer], device: torch.device
 ) -> float:
     """Mean loss over the first validation batches, the same ones every time; each rank of dp × sp takes its share."""
-    mesh, train = model.mesh, config.train
+    mesh, train = pipelined.model.mesh, config.train
     total = torch.zeros((), dtype=torch.float64, device=device)
     for index in range(train.validation_batches):
         batch = sampler.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
-        for part in microbatches(train.micro_batch, *batch):
-            total += model(**part, reduction="sum")
-    if mesh.replicas.size > 1:
-        total = issue_all_reduce(total, mesh.replicas).wait()
+        total += pipelined.loss([{**one, "reduction": "sum"} for one in microbatches(train.micro_batch, *batch)])
+    for axis in (mesh.pp, mesh.replicas):
+        if axis.size > 1:
+            total = issue_all_reduce(total, axis).wait()
     return total.item() / (train.validation_batches * train.global_batch * train.seq_len)
 
 
@@ -146,10 +165,11 @@ def _opening(config: Config, model: GPT, data: Splits, entropy: float, device: t
     held = sum(parameter.numel() for parameter in model.parameters())
     size = config.mesh
     cut = f"{_sequence_cut(config)}\n" if size.sp > 1 else ""
+    cut += f"{plan_stages(config)}\n" if size.pp > 1 else ""
     tokens = sum(len(file) for file in data.files)
     return (
         f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
-        f"{held / 1e6:.2f} M parameters a rank; {tokens / 1e6:.2f} M tokens\n{cut}"
+        f"{held / 1e6:.2f} M parameters {'on rank 0' if size.pp > 1 else 'a rank'}; {tokens / 1e6:.2f} M tokens\n{cut}"
         f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a "
         f"token; one that knows word counts (unigram entropy): {entropy:.3f}"
     )
@@ -172,11 +192,12 @@ def _closing(line: dict[str, float], entropy: float, config: Config) -> str:
     )
 
 
-def _sample(model: GPT, data: Splits, config: Config, device: torch.device) -> str:
+def _sample(pipelined: PipelinedGPT, data: Splits, config: Config, device: torch.device) -> str:
     path = data.files[0].tokenizer_path
     if path is None:
         return "no tokenizer beside the tokens: nothing to print a sample with"
     tokenizer = load_tokenizer(path)
     start = tokenizer.encode(config.train.sample_prompt).ids or [data.files[0].end_of_text or 0]
-    ids = generate(model, torch.tensor([start], device=device), config.train.sample_tokens, seed=config.train.seed)
+    prompt, train = torch.tensor([start], device=device), config.train
+    ids = generate(pipelined.model, prompt, train.sample_tokens, seed=train.seed, logits_of=pipelined.logits)
     return f"what it writes:\n{tokenizer.decode(ids[0].tolist())}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,19 @@ from megalite.parallel.pipeline.clock import Clock, Mark, gather, offset
 from megalite.parallel.pipeline.executor import Pipeline
 from megalite.parallel.pipeline.generators import one_after_another
 from megalite.parallel.pipeline.schedule import Schedule
-from megalite.parallel.pipeline.timeline import Span, Timeline
 from megalite.plan.stages import Stages
 
 ALIGN_EVERY = 60.0  # seconds; the clocks of two machines are then apart by less than a millisecond
 
 Microbatch = Mapping[str, Any]  # what GPT.forward takes by these names
+
+
+class Measured(NamedTuple):
+    """A step's seconds: of each pp rank start and end of every action in turn, and of the whole step."""
+
+    times: list[list[float]]
+    begin: float
+    finish: float
 
 
 def parts_of(stages: Stages, rank: int) -> list[Part]:
@@ -89,8 +96,8 @@ class PipelinedGPT:
         nothing = torch.zeros(len(tokens), self.model.config.vocab_size, dtype=self.model.dtype, device=self.device)
         return issue_all_reduce(made[0][:, -1] if made else nothing, self.pp).wait()
 
-    def timeline(self, begin: Mark, finish: Mark) -> Timeline:
-        """The last step's, on every rank of pp: by one small all-gather.
+    def measured(self, begin: Mark, finish: Mark) -> Measured:
+        """The last step on the clock of pp rank 0, on every rank of pp: by one small all-gather.
 
         begin, finish: marks of `clock`, when the step began to wait for its data, and when its optimizer was done
         """
@@ -101,11 +108,7 @@ class PipelinedGPT:
         lengths = [2 * len(actions) + 2 for actions in self.schedule.ranks]
         rows = gather(self.pp, [moment + self._offset for moment in times], lengths)
         self._due = rows[0][-1] - self._aligned > ALIGN_EVERY  # the same on every rank
-        spans = [
-            [Span(action, row[2 * i + 1], row[2 * i + 2]) for i, action in enumerate(actions)]
-            for actions, row in zip(self.schedule.ranks, rows, strict=True)
-        ]
-        return Timeline(self.schedule, spans, min(row[0] for row in rows), max(row[-1] for row in rows))
+        return Measured([row[1:-1] for row in rows], min(row[0] for row in rows), max(row[-1] for row in rows))
 
     def _pipeline(self, microbatches: int) -> Pipeline:
         if microbatches not in self._pipelines:

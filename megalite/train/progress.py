@@ -8,6 +8,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megalite.parallel.pipeline.measured import Shares
+
 LINE_EVERY = 5.0  # seconds between plain lines
 
 
@@ -30,11 +32,21 @@ class TrainingProgress:
             self._task = self._bar.add_task("train", total=steps, numbers="")
             self._bar.start()
 
-    def step(self, step: int, loss: float, tokens_per_second: float, mfu: float, val_loss: float | None) -> None:
+    def step(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        mfu: float,
+        val_loss: float | None,
+        bubble: Shares | None = None,
+    ) -> None:
         """After step `step`, counted from 1."""
         if not self.speaks:
             return
         numbers = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  MFU {mfu:.0%}"
+        if bubble is not None:
+            numbers += f"  bubble {bubble.measured:.1%} ({bubble.predicted:.1%} predicted)"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
             if val_loss is not None:

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.config import OptimizerConfig
+from megalite.config import Config, OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce
-from megalite.parallel.mesh import Axis, coordinates, rank_at
+from megalite.parallel.mesh import Axis, Mesh, coordinates, rank_at
 from megalite.parallel.parameters import shard_table
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.vocab import IGNORE_INDEX
+from megalite.plan.stages import plan_stages
 from megalite.train.gradients import finish_gradients
 from megalite.train.optimizer import adamw
-from megalite.train.pipelined import Microbatch, PipelinedGPT
+from megalite.train.pipelined import Microbatch, PipelinedGPT, parts_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,19 @@ class TrainStep:
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
         self.optimizer = adamw(model, config)
         self.steps = 0
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> TrainStep:
+        """This rank's model and its step, as a whole, resolved config asks for."""
+        stages = plan_stages(config)
+        return cls(
+            GPT.of(config, mesh, parts_of(stages, mesh.pp.rank)),
+            config.optimizer,
+            schedule=stages.schedule,
+            micro_batch=config.train.micro_batch,
+            z_loss=config.train.z_loss,
+            bucket_mb=config.mesh.bucket_mb,
+        )
 
     def __call__(
         self, tokens: Tensor, targets: Tensor, lr: float | None = None, *, documents: Tensor | None = None

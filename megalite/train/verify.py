@@ -1,8 +1,8 @@
 """`megalite verify`: the configured mesh against the mesh of one, in float64, on a shrunk twin of the model.
 
 The twin keeps what makes parallel code go wrong (heads and kv heads, tying, what does not divide, biases, a window,
-separate documents, microbatches, the optimizer) and shrinks the rest, so that every rank can compute the dense model
-beside its share.
+separate documents, the pipeline's schedule and stages, microbatches, the optimizer) and shrinks the rest, so that every
+rank can compute the dense model beside its share.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.config import Config
+from megalite.config import Config, MeshConfig
 from megalite.data import Batch
-from megalite.model.gpt import GPT
 from megalite.parallel.compare import NOISE, Comparison, Row
 from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
-from megalite.train.gradients import finish_gradients
+from megalite.parallel.pipeline.generators import GENERATORS
+from megalite.plan.stages import plan_stages
 from megalite.train.step import TrainStep
 
 LOSS_BOUND, GRADIENT_BOUND, NORM_BOUND, WEIGHT_BOUND = 1e-10, 1e-9, 1e-10, 1e-9
@@ -27,13 +27,15 @@ STEPS = 3
 
 
 def shrunk(config: Config) -> Config:
-    """A config of the same structure that computes in a moment.
+    """A config of the same structure as this resolved one that computes in a moment.
 
     Kept: heads, kv heads, what the vocabulary and the tokens of a sequence on a rank leave over when divided by tp,
-    parity, microbatches. A window becomes shorter than the sequence.
+    parity, microbatches (what they leave over when divided by pp), stages, and which of them have no layer, one, or
+    several. A window becomes shorter than the sequence.
     """
     model, mesh, train = config.model, config.mesh, config.train
     seq_len = _like(train.seq_len, 12 * mesh.sp, 2 * mesh.tp * mesh.sp)
+    division = tuple(min(len(stage.layers), 2) for stage in plan_stages(config).stages)
     head_dim = 4 if model.head_dim % 4 == 0 else 2 + model.head_dim % 2
     twin = replace(
         model,
@@ -41,17 +43,18 @@ def shrunk(config: Config) -> Config:
         hidden=model.heads * head_dim,
         head_dim=head_dim,
         ffn=_like(model.ffn, max(2 * model.heads, mesh.tp), 2 * mesh.tp),
-        layers=min(model.layers, 2),
+        layers=sum(division),
         max_seq_len=max(seq_len, min(model.max_seq_len, 64)),
         window=min(model.window, -(-seq_len // 3)),
         init_std=0.1,  # larger weights, so that no part of the network stays near linear
     )
-    share = train.global_batch // mesh.dp
-    microbatches = min(2, share // (train.micro_batch or share))
-    micro = 1 + (train.micro_batch or share) % 2
+    own_schedule = mesh.pp > 1 and mesh.schedule not in GENERATORS  # has as many microbatches as it has
+    microbatches = mesh.microbatches if own_schedule else _like(mesh.microbatches, 2 * mesh.pp, mesh.pp)
+    micro = 1 + train.micro_batch % 2
     return replace(
         config,
         model=twin,
+        mesh=replace(mesh, microbatches=microbatches, division=division if mesh.pp > 1 else (), bucket_mb=0.01),
         train=replace(
             train,
             dtype="float64",
@@ -83,20 +86,23 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     sizes = config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
     batch = _drawn(config)
-    expected, _ = _run(config, Mesh(), batch, device)
+    expected, _ = _run(replace(config, mesh=MeshConfig(1, microbatches=1)), Mesh(), batch, device)
     actual, step = _run(config, mesh, batch, device)
 
     comparison = Comparison()
-    for number, (mine, dense) in enumerate(zip(actual.losses, expected.losses, strict=True), 1):
-        comparison.add(f"loss of step {number}", mine, dense, LOSS_BOUND)
+    for number, losses in enumerate(zip(actual.losses, expected.losses, strict=True), 1):
+        comparison.add(f"loss of step {number}", *losses, LOSS_BOUND)
     comparison.add("gradient norm", actual.norm, expected.norm, NORM_BOUND)
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
-    for name, shard in step.table.items():
-        gradient = cut(expected.gradients[name], shard, mesh.tp.rank)
-        comparison.add(f"gradient of {name}", actual.gradients[name], gradient, GRADIENT_BOUND, NOISE * largest)
-    for name, shard in step.table.items():
-        weight = cut(expected.weights[name], shard, mesh.tp.rank)
-        comparison.add(f"stepped {name}", actual.weights[name], weight, WEIGHT_BOUND, config.model.init_std)
+    for what, mine, whole, bound, least in (
+        ("gradient of", actual.gradients, expected.gradients, GRADIENT_BOUND, NOISE * largest),
+        ("stepped", actual.weights, expected.weights, WEIGHT_BOUND, config.model.init_std),
+    ):
+        for name, tensor in whole.items():
+            if name in step.table:
+                comparison.add(f"{what} {name}", mine[name], cut(tensor, step.table[name], mesh.tp.rank), bound, least)
+            else:
+                comparison.held_elsewhere(f"{what} {name}", bound)
     return comparison.over_ranks()
 
 
@@ -112,12 +118,9 @@ def _drawn(config: Config) -> Batch:
 
 
 def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tuple[Outcome, TrainStep]:
-    train = config.train
     with device:
-        model = GPT.of(config, mesh)
-    step = TrainStep(
-        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=0.01
-    )  # many buckets, as a real model has
+        step = TrainStep.of(config, mesh)
+    model = step.model
     share = own_share(batch, mesh, config.mesh.layout).to(device)
 
     step.backward(*share)

@@ -23,6 +23,7 @@ from megalite.config_file import load
 from megalite.data import TokenWriter
 from megalite.errors import ConfigError, DataError
 from megalite.model.presets import PRESETS
+from megalite.parallel.pipeline.saved import load as saved_step
 from megalite.testing import run_ranks
 from megalite.train.loop import open_data, pretrain
 
@@ -80,9 +81,8 @@ def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "unigram entropy" in shown and "ln 97 = 4.575" in shown
     assert f"step {STEPS}/{STEPS}" in shown and "rank 1: " not in shown  # rank 0 speaks alone
-    assert load(tmp_path / "run" / "config.toml") == replace(
-        config, mesh=MeshConfig(2, ulysses=1), run=RunConfig(str(tmp_path / "run"))
-    )
+    asked = replace(config, mesh=MeshConfig(2), run=RunConfig(str(tmp_path / "run")))
+    assert load(tmp_path / "run" / "config.toml") == resolve(asked)
 
 
 @pytest.mark.parametrize(("dp", "sp", "tp"), [(1, 1, 1), (2, 1, 2), (1, 3, 1)])
@@ -114,6 +114,36 @@ def test_the_same_numbers_with_the_sequence_cut(config, tmp_path, separate):
     }
     for name, mesh in meshes.items():
         same(run(config, tmp_path, name, **mesh), alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_same_numbers_through_a_pipeline(config, tmp_path, tied):
+    """With validation; each of these has another schedule, and all axes are in one."""
+    train = replace(config.train, seq_len=24, dtype="float64", steps=4, validate_every=2)
+    config = replace(config, train=train, model=replace(config.model, tied=tied, layers=4))
+    alone = run(config, tmp_path, "alone")
+    meshes = {
+        "pp2": {"pp": 2},
+        "pp3 interleaved": {"pp": 3, "schedule": "interleaved-1f1b", "microbatches": 8},
+        "dp2 pp2 zb-v": {"dp": 2, "pp": 2, "schedule": "zb-v"},
+        "pp2 sp2 tp2 zb-h1": {"pp": 2, "sp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 4, "division": (1, 3)},
+    }
+    for name, mesh in meshes.items():
+        lines = run(config, tmp_path, name, **mesh)
+        for line in lines:
+            assert 0 <= line.pop("bubble") < 1 and 0 <= line.pop("bubble_predicted") < 1
+        same(lines, alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
+
+
+def test_what_a_pipeline_leaves_and_says(config, tmp_path, capsys):
+    run(replace(config, train=replace(config.train, steps=3)), tmp_path, "run", pp=2, microbatches=4)
+    shown = capsys.readouterr().out
+    assert "stages: rank 0 embedding + layer" in shown and "head; most over mean 1." in shown
+    assert "predicted)" in shown and "parameters on rank 0" in shown
+    saved = saved_step(tmp_path / "run" / "timeline.json")
+    assert saved.steps == 3 and saved.ranks == 2
+    assert [len(spans) for spans in saved.measured.ranks] == [8, 8]
+    assert saved.measured.begin < saved.measured.start < saved.measured.end < saved.measured.finish
 
 
 def test_how_sp_is_cut_is_said(config, tmp_path, capsys):
