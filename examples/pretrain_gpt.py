@@ -18,7 +18,6 @@ from megalite.errors import DataError, MegaliteError
 from megalite.launch.prepare import prepare
 from megalite.launch.torchrun import join_torchrun, launched
 from megalite.model.generate import generate
-from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
 from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
@@ -37,18 +36,14 @@ def main(overrides: list[str]) -> None:
         prepare(config)  # the others wait for this rank in join_torchrun
     world = join_torchrun(config.run.timeout)
 
-    # Where: a mesh over all ranks. What: a model on it, the same weights whatever the mesh.
+    # Where: a mesh over all ranks. What: a model on it, of which a rank has its part. When: in one step forward and
+    # backward in the order of the schedule, gradients summed and clipped, AdamW.
     train, sizes = config.train, config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
     device = local_device(world.local_rank, world.local_size)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
-        model = GPT.of(config, mesh)
-
-    # When: forward, backward, gradients summed over dp, sp and tp, clipped, AdamW.
-    step = TrainStep(
-        model, config.optimizer, micro_batch=train.micro_batch, z_loss=train.z_loss, bucket_mb=sizes.bucket_mb
-    )
+        step = TrainStep.of(config, mesh)
     data = open_data(config)
     own = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
     for index in range(train.steps):
@@ -59,11 +54,11 @@ def main(overrides: list[str]) -> None:
         if world.rank == 0 and (done % 10 == 0 or done in (1, train.steps)):
             print(f"step {done}/{train.steps}  loss {result.loss:.3f}  grad_norm {result.grad_norm:.2f}", flush=True)
 
-    # Every rank of sp and tp generates the same tokens; one share of dp is enough.
+    # Every rank of pp, sp and tp generates the same tokens; one share of dp is enough.
     if mesh.dp.rank == 0 and data.files[0].tokenizer_path:
         tokenizer = load_tokenizer(data.files[0].tokenizer_path)
         prompt = torch.tensor([tokenizer.encode("def ").ids], device=device)
-        written = generate(model, prompt, train.sample_tokens, seed=train.seed)
+        written = generate(step.model, prompt, train.sample_tokens, seed=train.seed, logits_of=step.pipelined.logits)
         if world.rank == 0:
             print(tokenizer.decode(written[0].tolist()))
     leave()
