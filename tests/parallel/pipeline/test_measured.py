@@ -1,19 +1,36 @@
 """Costs, prediction and the file of measured steps: what was put in comes out, and damage is a line."""
 
+import functools
+import itertools
 import json
 import math
+import statistics
 import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_check import published
 
-from megalite.parallel.pipeline import Costs, dualpipe_v, interleaved_1f1b, one_f_one_b, schedule_of, simulate, zb_h1
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.pipeline import (
+    Costs,
+    dualpipe_v,
+    interleaved_1f1b,
+    one_f_one_b,
+    schedule_of,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+from megalite.parallel.pipeline.clock import Clock, gather, offset
+from megalite.parallel.pipeline.executor import Pipeline
 from megalite.parallel.pipeline.measured import KEPT, Recorder, costs, predicted
 from megalite.parallel.pipeline.saved import TIMELINE, Saved, load, timeline, write
 from megalite.parallel.pipeline.simulate import by_formula
 from megalite.parallel.pipeline.timeline import Timeline
+from megalite.testing import run_ranks
 
 MILLISECONDS = Costs(2e-3, 1.5e-3, 1e-3, 1e-4, 2.2e-3)
 
@@ -193,6 +210,54 @@ def test_no_formula_where_none_is_meant():
     assert by_formula(schedule_of(str(one_f_one_b(2, 4)).split("\n"), "mine"), MILLISECONDS) == {}
     assert by_formula(schedule_of(["0F0 0BW0 0F1 0BW1", "1F0 1BW0 1F1 1BW1"], "1F1B"), MILLISECONDS) == {}
     assert by_formula(zb_h1(2, 8), Costs(1.0, 1.0, 2.0)) == {}
+
+
+def sleepers(schedule, steps):
+    """Runs on a rank: stages that sleep 5 ms forward and 10 ms backward, the last one half as long again."""
+    axis = Mesh(pp=len(schedule.ranks)).pp
+    last = schedule.stages - 1
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, slow):
+            ctx.slow = slow
+            time.sleep(5e-3 * slow)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(10e-3 * ctx.slow)
+            return gradient, gradient.sum(), None
+
+    def stage(number, x, microbatch):
+        y = Sleep.apply(torch.ones(4, 4) if x is None else x, weights[number], 1.5 if number == last else 1.0)
+        return y.sum() if number == last else y
+
+    weights = {number: torch.ones((), requires_grad=True) for number in schedule.stages_of(axis.rank)}
+    stages = {number: functools.partial(stage, number) for number in weights}
+    pipeline, clock = Pipeline(schedule, axis, stages, torch.device("cpu")), Clock(torch.device("cpu"))
+    lengths = [2 * len(actions) + 2 for actions in schedule.ranks]
+    measured = []
+    for _ in range(steps):
+        begin = clock.mark()
+        pipeline.step(lambda stage, microbatch: (4, 4), torch.float32)
+        time.sleep(5e-3)
+        marks = [begin, *itertools.chain(*pipeline.marks), clock.mark()]
+        rows = gather(axis, [moment + offset(axis) for moment in clock.read(marks)], lengths)
+        measured.append(([row[1:-1] for row in rows], min(row[0] for row in rows), max(row[-1] for row in rows)))
+    return measured
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 6), zb_v(2, 4)], ids=lambda schedule: schedule.name)
+def test_a_real_pipeline_is_predicted(schedule):
+    """Sleeping takes no core, so that ranks may be more than cores."""
+    recorder = Recorder(schedule)
+    shares = [recorder.add(*step) for step in run_ranks(sleepers, len(schedule.ranks), schedule, 7)[0]]
+    measured, expected = statistics.median(share.measured for share in shares), shares[-1].predicted
+    print(f"{schedule.name}: measured {measured:.4f}, predicted {expected:.4f}; {recorder.costs}")
+    assert measured == pytest.approx(expected, abs=0.03)
+    last = schedule.stages - 1
+    assert recorder.costs.forward == pytest.approx([5e-3] * last + [7.5e-3], rel=0.3)
 
 
 def test_a_step_of_16_ranks_is_recorded_in_milliseconds():
