@@ -4,7 +4,8 @@ Between two ranks messages are matched by their order alone, on every backend; w
 follows from the schedule. No send waits for its receiver, so that two neighbours never wait on each other.
 
 gloo    a send goes when its receiver has laid out a place; tensors on GPUs go by way of the host
-NCCL    a communicator for each direction: on one for both, a rank's receive would queue behind its own send
+NCCL    a communicator does in turn what it is given, and would not send while it waits for what is to come: so there
+        are several, in each of which a rank has one neighbour and one direction (`lanes`)
 
 gloo does not tell whether a send is over, and until it is the tensor must stay as it is. But once something comes back
 that was made after the message was used, it is over: so a stage's output goes when its gradient comes.
@@ -12,8 +13,10 @@ that was made after the message was used, it is over: so a stage's output goes w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -51,13 +54,10 @@ class Wire:
         self._order = [{action.made: i for i, action in enumerate(actions)} for actions in schedule.ranks]
         self._used_by = {made: used for route in self._routes.values() for made, used in route}
         self._peers: dict[int, _Peer] = {}
-        self._down = self._up = axis.group
-        self._staged = False
-        if axis.group is not None:
-            self._staged = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
-            if axis.overlaps:
-                self._up = _second_group(axis.group)
-                self._connect()
+        self._staged = axis.group is not None and device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
+        self._lanes: dict[tuple[int, int], int] = lanes(self._routes) if axis.overlaps else {}
+        self._groups = _groups(axis.group, max(self._lanes.values(), default=-1) + 1)
+        self._connect()
 
     def begin(self, shapes: Shapes, dtype: torch.dtype) -> None:
         """Lay out the first places of a step whose messages have these shapes; both ends know them."""
@@ -114,17 +114,17 @@ class Wire:
             peer.places[made] = place, _there(work)
             peer.laid_out += 1
 
-    def _group(self, source: int, to: int) -> dist.ProcessGroup | None:
-        return self._down if source < to else self._up
-
     def _connect(self) -> None:
-        """Make NCCL's communicators pair by pair in one order: the first use of each waits for the other end."""
+        """Use every lane once, one after the other: a communicator's first use may wait for the other end's."""
         word = torch.zeros(1, device=self.device)
-        for source, to in sorted(self._routes):
+        for source, to in sorted(self._lanes):
             if source == self.axis.rank:
                 dist.send(word, group=self._group(source, to), group_dst=to)
             elif to == self.axis.rank:
                 dist.recv(word, group=self._group(source, to), group_src=source)
+
+    def _group(self, source: int, to: int) -> dist.ProcessGroup | None:
+        return self._groups[self._lanes[source, to]] if self._lanes else self.axis.group
 
 
 def _there(work: dist.Work | None) -> dist.Work:
@@ -132,9 +132,21 @@ def _there(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks; all ranks of the process group take part, each with its own `group`."""
+def lanes(routes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """A number for each (sender, receiver), such that in none a rank has more than one of them; few numbers."""
+    found: dict[tuple[int, int], int] = {}
+    for route in sorted(routes):
+        taken = {lane for other, lane in found.items() if set(route) & set(other)}
+        found[route] = next(lane for lane in itertools.count() if lane not in taken)
+    return found
+
+
+@cache
+def _groups(group: dist.ProcessGroup | None, number: int) -> list[dist.ProcessGroup]:
+    """So many more groups of the same ranks; all ranks of the process group take part, each with its own `group`."""
+    if group is None or number == 0:
+        return []
     rows: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(group))
-    again, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted({tuple(row) for row in rows})])
-    return again
+    every = [list(row) for row in sorted({tuple(row) for row in rows})]
+    return [dist.new_subgroups_by_enumeration(every)[0] for _ in range(number)]
