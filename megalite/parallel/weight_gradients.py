@@ -66,7 +66,7 @@ def give(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
     grad: `[..., out]`, of the output   x: `[..., in]`, the input
     """
-    factors = Factors(weight, grad.flatten(0, -2), x.flatten(0, -2))
+    factors = Factors(weight, grad.flatten(0, -2), x.detach().flatten(0, -2))  # x would keep the graph that made it
     if _taken is None:
         return factors.grad.T @ factors.x
     if _later:
