@@ -1,16 +1,20 @@
 """On a CUDA device: the same numbers as on the CPU. Two ranks share the one GPU over gloo, since NCCL refuses that."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.config import ModelConfig, OptimizerConfig
+from megalite.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, resolve
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
 from megalite.parallel.kernels import CudaEfficient, CudaFlash, Reference, kernel_for
 from megalite.parallel.layout import LAYOUTS, own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
+from megalite.parallel.pipeline.clock import Clock
 from megalite.train.step import TrainStep
 
 pytestmark = [
@@ -130,3 +134,39 @@ def test_two_ranks_that_share_a_sequence_are_the_dense_model(config: ModelConfig
 
     for dense, parallel in run_ranks(on_rank, 2, timeout=300):
         assert parallel == pytest.approx(dense, rel=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_two_ranks_of_a_pipeline_are_the_dense_model(config: ModelConfig, schedule: str) -> None:
+    """Over gloo, whose messages between GPUs go by way of the host."""
+
+    def on_rank() -> tuple[list[float], list[float]]:
+        torch.set_default_dtype(torch.float64)
+        tokens, targets = batch(4, 24)
+        model, sizes = replace(config, layers=4), MeshConfig(pp=2, schedule=schedule)
+        train = TrainConfig(global_batch=4, micro_batch=1, seq_len=24)
+        whole = resolve(Config(model, sizes, train=train, optimizer=OptimizerConfig(lr=1e-3)), 2)
+        with torch.device("cuda"):
+            dense, step = GPT(model), TrainStep.of(whole, Mesh(pp=2))
+        return losses(dense, tokens, targets), [step(tokens.cuda(), targets.cuda()).loss for _ in range(10)]
+
+    pytest.importorskip("cloudpickle", reason="cloudpickle is not installed, and run_ranks needs it")
+    from megalite.testing import run_ranks
+
+    for dense, pipelined in run_ranks(on_rank, 2, timeout=300):
+        assert pipelined == pytest.approx(dense, rel=1e-10)
+
+
+def test_marks_of_a_gpu_lie_where_the_host_saw_them() -> None:
+    clock, x = Clock(torch.device("cuda")), torch.ones(4096, 4096, device="cuda")
+    clock.read([clock.mark()])
+    for _ in range(3):
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        first = clock.mark()
+        torch.mm(x, x)
+        last = clock.mark()
+        torch.cuda.synchronize()
+        after = time.perf_counter()
+        start, end = clock.read([first, last])
+        assert before - 1e-4 < start < end < after + 1e-4
