@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 
 class Factors(NamedTuple):
@@ -66,14 +67,23 @@ def give(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
     grad: `[..., out]`, of the output   x: `[..., in]`, the input
     """
-    factors = Factors(weight, grad.flatten(0, -2), x.detach().flatten(0, -2))  # x would keep the graph that made it
-    if _taken is None:
-        return factors.grad.T @ factors.x
+    grad, x = grad.flatten(0, -2), x.detach().flatten(0, -2)  # x itself would keep the graph that made it
+    leaf = None if _taken is None else _leaf(weight)
+    if _taken is None or leaf is None:
+        return grad.T @ x
     if _later:
-        _taken.append(factors)
+        _taken.append(Factors(leaf, grad, x))
     else:
-        add([factors])
+        add([Factors(leaf, grad, x)])
     return None
+
+
+def _leaf(weight: Tensor) -> Tensor | None:
+    """The tensor to whose `.grad` autograd adds; None of a weight that is itself computed.
+
+    It is another object than `weight` where saved tensors are packed, as on recomputation (torch.utils.checkpoint).
+    """
+    return getattr(get_gradient_edge(weight).node, "variable", None)
 
 
 @torch.no_grad()
