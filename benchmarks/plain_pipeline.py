@@ -60,7 +60,15 @@ CANDIDATES: dict[int, list[Division]] = {  # by chunks, over two ranks; the head
     1: [(3, 3), (4, 2), (5, 1)],
     2: [(2, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 0), (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 2)],
 }
-DIVISIONS: dict[str, Division] = {name: CANDIDATES[kind.chunks][0] for name, kind in KINDS.items()}
+DIVISIONS: dict[str, Division] = {
+    "gpipe": (3, 3),
+    "1f1b": (3, 3),
+    "interleaved": (1, 2, 2, 1),
+    "zero-bubble": (3, 3),
+    "zero-bubble-2": (1, 2, 2, 1),
+    "zb-v": (2, 2, 1, 1),
+    "dualpipe-v": (2, 2, 1, 1),
+}
 
 
 class Part(PlainLlama):
@@ -220,22 +228,23 @@ def report_losses(steps: int = 4) -> None:
         sys.stdout.flush()
 
 
-def report_divisions(rounds: int) -> None:
-    """Print the speed of every candidate."""
-    for name, kind in KINDS.items():
+def report_divisions(rounds: int, names: list[str]) -> None:
+    """Print the speed of every candidate against the one that DIVISIONS has."""
+    for name in names:
         print(f"\ndivisions of {MODEL.layers} blocks, {name}")
-        print_ratios(run_ranks(race_divisions, RANKS, name, rounds, timeout=3600)[0], str(CANDIDATES[kind.chunks][0]))
+        print_ratios(run_ranks(race_divisions, RANKS, name, rounds, timeout=3600)[0], str(DIVISIONS[name]))
         sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="losses,divisions")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="whose divisions")
     parser.add_argument("--rounds", type=int, default=7, help="of each division, after two that are not counted")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {RANKS} ranks of one thread, {MICROBATCHES} microbatches, float32")
     for name in options.only.split(","):
-        report_losses() if name == "losses" else report_divisions(options.rounds)
+        report_losses() if name == "losses" else report_divisions(options.rounds, options.kinds.split(","))
 
 
 if __name__ == "__main__":
