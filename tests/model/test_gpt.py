@@ -14,7 +14,7 @@ from megalite.config import ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.context import causal_attention, context
 from megalite.model.generate import generate
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, Part
 from megalite.model.mlp import gelu, gelu_tanh, swiglu
 from megalite.model.norm import RMSNorm, norm
 from megalite.model.presets import PRESETS
@@ -349,6 +349,108 @@ def test_logits_on_a_mesh_are_whole_and_the_dense_ones(config, sequence_parallel
     actual, expected = GPT(config, mesh, sequence_parallel=sequence_parallel)(tokens), GPT(config)(tokens)
     assert actual.shape == (1, 17, 1001)
     assert ((actual - expected).abs().max() / expected.abs().max()).item() < 1e-13
+
+
+# --- in parts ---------------------------------------------------------------------------------------------------------
+
+DIVISIONS = {
+    "even": [range(2), range(2, 4)],
+    "nothing at either end": [range(0), range(1), range(1, 4), range(4, 4)],
+    "all in one": [range(4)],
+    "all beside the embedding": [range(4), range(4, 4)],
+}
+
+
+def parts_of(layers):
+    return [Part(held, i == 0, i == len(layers) - 1) for i, held in enumerate(layers)]
+
+
+def through(models, parts, tokens, *targets, **more):
+    """From part to part; each of `models` holds one, or one model all."""
+    x = None
+    for model, part in zip(models, parts, strict=True):
+        x = model(tokens, *targets, part=part, x=x, **more)
+        if not part.head:
+            assert x.shape == model.x_shape(tokens)
+    return x
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("division", DIVISIONS)
+@BOTH
+def test_the_parts_of_a_model_make_up_the_whole(config, division, tied):
+    """Values, loss and gradients: in one model, as a rank of a pipeline may hold several, and each in its own."""
+    config = dataclasses.replace(config, layers=4, tied=tied)
+    parts, tokens = parts_of(DIVISIONS[division]), ids(config, 2, 9)
+    whole = GPT(config, seed=3)
+    apart = [GPT(config, seed=3, parts=[part]) for part in parts]
+    together = GPT(config, seed=3, parts=parts)
+    expected = whole(tokens)
+    assert torch.equal(through(apart, parts, tokens), expected)
+    assert torch.equal(through([together] * len(parts), parts, tokens), expected)
+    for models, divided in ((apart, parts), ([together] * len(parts), parts), ([whole], whole.parts)):
+        through(models, divided, tokens, tokens.roll(1), z_loss=0.1).backward()
+    summed = {}
+    for model in apart:
+        for name, parameter in model.named_parameters():
+            summed[name] = summed.get(name, 0) + (0 if parameter.grad is None else parameter.grad)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(summed[name], parameter.grad, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(together.get_parameter(name).grad, parameter.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@BOTH
+def test_a_part_holds_what_it_computes_with_and_by_the_names_of_the_whole(config, tied):
+    config = dataclasses.replace(config, layers=4, tied=tied)
+    whole = dict(GPT(config, seed=3).named_parameters())
+    parts = parts_of([range(1), range(1, 3), range(3, 4)])
+    models = [GPT(config, seed=3, parts=[part]) for part in parts]
+    names = [dict(model.named_parameters()).keys() for model in models]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole[name])
+        assert {id(p) for p in model.parameters_of(model.parts[0])} == {id(p) for p in model.parameters()}
+    assert frozenset().union(*names) == whole.keys()
+    assert names[0] & names[1] == names[1] & names[2] == set()
+    assert names[0] & names[2] == ({"embedding.weight"} if tied else set())
+    assert [{name.split(".")[1] for name in held if name.startswith("blocks.")} for held in names] == [
+        {"0"},
+        {"1", "2"},
+        {"3"},
+    ]
+    assert [model.has_copy_of_embedding for model in models] == [False, False, tied]
+    assert [model.embedding is not None for model in models] == [True, False, tied]
+    assert not GPT(config, parts=[parts[0], parts[2]]).has_copy_of_embedding  # a V's first rank
+
+
+@BOTH
+def test_the_parameters_of_each_of_several_parts(config):
+    config = dataclasses.replace(config, layers=4, tied=True)
+    first, last = Part(range(1), True, False), Part(range(3, 4), False, True)
+    model = GPT(config, parts=[first, last])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [{names[id(parameter)] for parameter in model.parameters_of(part)} for part in (first, last)]
+    assert held[0] & held[1] == {"embedding.weight"}
+    assert held[0] | held[1] == set(names.values())
+    assert all(name.startswith(("embedding", "positions", "blocks.0.")) for name in held[0])
+    assert all(name.startswith(("embedding", "norm", "blocks.3.")) for name in held[1])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.ranks(2, 3)
+def test_what_goes_from_part_to_part_on_a_mesh(sequence_parallel):
+    """Its shape, for tokens that divide over tp and that do not; the loss is that of the whole."""
+    torch.set_default_dtype(torch.float64)
+    config, mesh = dataclasses.replace(LLAMA, kv_heads=1, layers=2), Mesh(tp=dist.get_world_size())
+    parts = parts_of([range(1), range(1, 2)])
+    model = GPT(config, mesh, parts=parts, sequence_parallel=sequence_parallel)
+    for shape in ((1, 7), (2, 3), (3, 8)):
+        tokens = ids(config, *shape)
+        split = mesh.tp.size if sequence_parallel else 1
+        assert model.x_shape(tokens) == (-(-shape[0] * shape[1] // split), config.hidden)
+        loss = through([model] * 2, parts, tokens, tokens.roll(1))
+        assert loss.item() == pytest.approx(GPT(config)(tokens, tokens.roll(1)).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

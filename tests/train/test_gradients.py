@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from trajectory import Case
 
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, Part
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut, shard_table
-from megalite.train.gradients import finish_gradients, gradient_norm
+from megalite.parallel.traffic import traffic
+from megalite.train.gradients import finish_gradients, gradient_norm, sum_tied_gradients
 
 MODELS = {
     "llama": Case().model,
@@ -77,3 +78,79 @@ def test_clipping_is_that_of_torch(clip):
         torch.testing.assert_close(parameter.grad, before[name] * factor, rtol=1e-13, atol=0)
     if clip == 1.0:
         assert gradient_norm(model, table, mesh) == pytest.approx(1.0, rel=1e-6)
+
+
+# --- over pp ----------------------------------------------------------------------------------------------------------
+
+
+def part_of(config, pp, ends):
+    """One layer on each rank, embedding and head on the ends; and the config of as many layers."""
+    return Part(range(pp.rank, pp.rank + 1), pp.rank == ends[0], pp.rank == ends[1]), replace(config, layers=pp.size)
+
+
+def part_with_gradients(name, mesh, ends):
+    """This pp rank's part of a model, with its gradient, and the norm of the whole."""
+    part, config = part_of(MODELS[name], mesh.pp, ends)
+    model = GPT(config, mesh, parts=[part])
+    table = shard_table(model, mesh.tp)
+    for key, parameter in model.named_parameters():
+        parameter.grad = cut(draw(key, table[key].shape), table[key], mesh.tp.rank)
+    squares = [draw(key, tuple(parameter.shape)).square().sum() for key, parameter in GPT(config).named_parameters()]
+    return model, table, math.sqrt(torch.stack(squares).sum())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "a rank of padding"])
+@pytest.mark.ranks(2, 3, 4)
+def test_the_norm_of_a_pipeline_is_that_of_the_whole(name):
+    """Tied or not, whichever ranks have the first stage and the last."""
+    torch.set_default_dtype(torch.float64)
+    ranks = dist.get_world_size()
+    for tp in (1, 2) if ranks == 4 else (1,):
+        mesh = Mesh(pp=ranks // tp, tp=tp)
+        for ends in ((0, mesh.pp.size - 1), (1, 0), (0, 0)):
+            model, table, expected = part_with_gradients(name, mesh, ends)
+            assert abs(gradient_norm(model, table, mesh) / expected - 1) < 1e-14
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (2, 0), (1, 2)])
+@pytest.mark.ranks(3, 6)
+def test_tied_gradients_are_summed_over_the_two_ends_alone(ends):
+    """Both have bitwise the same sum, also where one got none; the third rank only takes part."""
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(pp=3, tp=dist.get_world_size() // 3)
+    rank = mesh.pp.rank
+    part, config = part_of(MODELS["gpt2"], mesh.pp, ends)
+    for empty in (None, 0, 1):
+        model = GPT(config, mesh, parts=[part])
+        assert (model.embedding is None) == (rank not in ends)
+        own = {end: draw(f"{end}{mesh.tp.rank}", (-(-1001 // mesh.tp.size), 48)) for end in ends}
+        if empty is not None:
+            own[ends[empty]].zero_()
+        if rank in ends and (empty is None or rank != ends[empty]):
+            model.embedding.weight.grad = own[rank].clone()
+        traffic.reset()
+        sum_tied_gradients(model, mesh.pp, ends)
+        if rank in ends:
+            assert torch.equal(model.embedding.weight.grad, own[ends[0]] + own[ends[1]])
+        assert traffic.on("pp") == (8 * own[ends[0]].numel() if rank in ends else 0)
+        others = [name for name, p in model.named_parameters() if p.grad is not None and name != "embedding.weight"]
+        assert not others
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.ranks(2)
+def test_finishing_sums_tied_gradients_before_the_norm_and_clips_every_part_alike(clip):
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(pp=2)
+    model, table, _ = part_with_gradients("gpt2", mesh, (0, 1))
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    before["embedding.weight"] *= 2  # of both ends
+    whole = GPT(MODELS["gpt2"])
+    squares = {name: draw(name, tuple(parameter.shape)).square().sum() for name, parameter in whole.named_parameters()}
+    squares["embedding.weight"] *= 4
+    expected = math.sqrt(sum(squares.values()))
+    norm = finish_gradients(model, GradientBuckets([], mesh.dp), table, mesh, clip, (0, 1))
+    assert norm == pytest.approx(expected, rel=1e-14)
+    factor = clip / (expected + 1e-6) if clip else 1.0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, before[name] * factor, rtol=1e-13, atol=0)

@@ -21,6 +21,7 @@ from megalite.parallel.pipeline import (
     zb_h2,
     zb_v,
 )
+from megalite.parallel.pipeline.generators import one_after_another
 
 FLAT = [gpipe, one_f_one_b, zb_h1, zb_h2, zb_v, dualpipe_v]
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 4), (4, 8), (4, 13), (8, 8), (8, 24), (8, 31)]
@@ -131,3 +132,20 @@ def test_what_w_keeps_is_counted_by_its_share(kept):
 def test_sizes_below_one_are_refused(generator, stages, microbatches, says):
     with pytest.raises(ValueError, match=says):
         generator(stages, microbatches)
+
+
+# --- one microbatch after another -------------------------------------------------------------------------------------
+
+
+def test_one_after_another():
+    assert str(one_after_another((0, 1), 2)) == "0F0 0BW0 0F1 0BW1\n1F0 1BW0 1F1 1BW1"
+    assert str(one_after_another((0, 1, 1, 0), 1)) == "0F0 3F0 3BW0 0BW0\n1F0 2F0 2BW0 1BW0"
+    assert str(one_after_another((0,), 1)) == "0F0 0BW0"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 5))
+def test_one_after_another_runs_with_the_least_memory_wherever_the_stages_are(rank_of, microbatches):
+    schedule = one_after_another(rank_of, microbatches)
+    assert schedule.rank_of == tuple(rank_of)
+    assert check(schedule) == [1.0 if rank in rank_of else 0.0 for rank in range(max(rank_of) + 1)]

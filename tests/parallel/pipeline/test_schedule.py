@@ -2,8 +2,8 @@
 
 import pytest
 
-from megalite.parallel.pipeline import Action, one_f_one_b, schedule_of, zb_v
-from megalite.parallel.pipeline.schedule import KINDS, contiguous, vee, without_microbatches
+from megalite.parallel.pipeline import GENERATORS, Action, check, one_f_one_b, schedule_of, zb_v
+from megalite.parallel.pipeline.schedule import KINDS, contiguous, forward_only, messages, vee, without_microbatches
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,3 +58,49 @@ def test_stages_on_ranks():
 def test_without_microbatches_keeps_the_order():
     assert str(without_microbatches(one_f_one_b(2, 3), 1)) == "0F0 0BW0\n1F0 1BW0"
     assert without_microbatches(one_f_one_b(2, 3), 3) == one_f_one_b(2, 3)
+
+
+def routes(schedule):
+    """The messages as text: by "sender>receiver" pairs of what is sent and what uses it."""
+    return {
+        f"{source}>{to}": " ".join(f"{made}:{used}" for made, used in sent)
+        for (source, to), sent in messages(schedule).items()
+    }
+
+
+def test_messages_are_those_between_neighbours_in_order_of_making():
+    assert routes(one_f_one_b(2, 2)) == {"0>1": "0F0:1F0 0F1:1F1", "1>0": "1B0:0BW0 1B1:0BW1"}
+    assert routes(schedule_of(["0F1 0F0 0BW0 0BW1", "1F0 1F1 1B1 1W1 1BW0"])) == {
+        "0>1": "0F1:1F1 0F0:1F0",
+        "1>0": "1B1:0BW1 1B0:0BW0",  # a BW makes what others call B
+    }
+    assert routes(one_f_one_b(1, 3)) == {}
+
+
+def test_a_rank_sends_nothing_to_itself():
+    assert routes(zb_v(2, 1)) == {"0>1": "0F0:1F0 3B0:2B0", "1>0": "2F0:3F0 1B0:0B0"}
+    assert routes(schedule_of(["0F0 1F0 1BW0 0BW0"])) == {}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_has_a_message_for_each_microbatch_border_and_direction(name):
+    for p, m in ((2, 1), (3, 5), (4, 8)):
+        schedule = GENERATORS[name](p, m, *([2] if name == "interleaved-1f1b" else []))
+        found = [pair for sent in messages(schedule).values() for pair in sent]
+        borders = [s for s in range(schedule.stages - 1) if schedule.rank_of[s] != schedule.rank_of[s + 1]]
+        expected = [(Action("F", s, i), Action("F", s + 1, i)) for s in borders for i in range(m)]
+        expected += [(Action("B", s + 1, i), Action("B", s, i)) for s in borders for i in range(m)]
+        assert sorted((made, used.made) for made, used in found) == sorted(expected)
+        for (source, to), sent in messages(schedule).items():
+            order = [action.made for action in schedule.ranks[source]]
+            assert [made for made, _ in sent] == sorted((made for made, _ in sent), key=order.index)
+            assert all(used in schedule.ranks[to] for _, used in sent)
+
+
+def test_forwards_alone():
+    forwards = forward_only(zb_v(2, 2))
+    assert str(forwards) == "0F0 0F1 3F0 3F1\n1F0 2F0 1F1 2F1"
+    assert (forwards.rank_of, forwards.microbatches, forwards.stages) == (vee(2), 2, 4)
+    assert routes(forwards) == {"0>1": "0F0:1F0 0F1:1F1", "1>0": "2F0:3F0 2F1:3F1"}
+    with pytest.raises(ValueError, match="missing"):  # it is for validation
+        check(forwards)
