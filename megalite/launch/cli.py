@@ -188,13 +188,14 @@ def _draw_run(source: Path, options: argparse.Namespace, console: Console) -> in
     from megalite.parallel.pipeline.saved import load
     from megalite.parallel.pipeline.simulate import by_formula
     from megalite.parallel.pipeline.svg import svg
+    from megalite.plan.measured_division import advice
 
     try:
         for name in ("stages", "microbatches", "chunks"):
             if (given := getattr(options, name)) is not None:
                 raise ValueError(f"--{name}: {given} given; a run says its own")
         saved = load(source)
-        both = saved.predicted, saved.measured
+        both, better = (saved.predicted, saved.measured), advice(saved)
         _write_pictures(
             options,
             lambda: svg(both, saved.titles, "s", saved.remark),
@@ -206,8 +207,9 @@ def _draw_run(source: Path, options: argparse.Namespace, console: Console) -> in
     console.print(texts(both, saved.titles, console.width, console.color_system is not None))
     console.print(comparison(by_formula(schedule, saved.costs), saved.predicted.bubble(), bubble))
     console.print(table(bubble, activations(schedule), "s"))
-    if saved.remark:
-        console.print(saved.remark, soft_wrap=True)
+    for line in (saved.remark, better):
+        if line:
+            console.print(line, soft_wrap=True, markup=False)
     return 0
 
 

@@ -1,6 +1,7 @@
 """What a run is made of, worked out before it: from a config, without processes and without torch.
 
-stages       the schedule of the pipeline, checked, and which layers each of its stages has
+stages               the schedule of the pipeline, checked, and which layers each of its stages has
+measured_division    which layers they would better have, by the times of a run
 """
 
 from megalite.plan.stages import Stage, Stages, plan_stages

@@ -56,6 +56,11 @@ class Stages:
         return {stage.number: stage.layers for stage in self.stages if stage.rank == rank}
 
     @property
+    def division(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+    @property
     def imbalance(self) -> float:
         """Estimated work of the rank that has most, over the mean of the ranks."""
         work = [0] * len(self.schedule.ranks)
@@ -128,7 +133,7 @@ def head_flops(model: ModelConfig) -> int:
     return 6 * model.vocab_size * model.hidden
 
 
-def divide(layers: int, rank_of: Sequence[int], layer: int, head: int) -> tuple[int, ...]:
+def divide(layers: int, rank_of: Sequence[int], layer: float, head: float) -> tuple[int, ...]:
     """How many of `layers` each stage gets, by the cost of one and of the head; all but the first and last get one.
 
     Ranks cost as nearly the same as can be, and in a rank its stages: a step takes as long as its dearest rank, and
@@ -140,7 +145,7 @@ def divide(layers: int, rank_of: Sequence[int], layer: int, head: int) -> tuple[
     if layers < last - 1:
         raise ValueError(f"layers: {layers} given; {last - 1} or more would do for {last + 1} stages")
     counts = [int(0 < stage < last) for stage in range(last + 1)]
-    held: list[list[tuple[int, int]]] = [[] for _ in range(max(rank_of) + 1)]  # of each rank (cost, −stage)
+    held: list[list[tuple[float, int]]] = [[] for _ in range(max(rank_of) + 1)]  # of each rank (cost, −stage)
     for stage, rank in enumerate(rank_of):
         held[rank].append((counts[stage] * layer + head * (stage == last), -stage))
     ranks = [(sum(cost for cost, _ in stages), rank) for rank, stages in enumerate(held)]

@@ -25,6 +25,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.pipeline.measured import Recorder
 from megalite.parallel.pipeline.saved import TIMELINE
 from megalite.parallel.world import usable_cores
+from megalite.plan.measured_division import advice
 from megalite.plan.stages import plan_stages
 from megalite.train.lr import learning_rate
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
@@ -83,7 +84,7 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
     peak = mesh.size * peak_flops(device, model.dtype)
     flops = flops_per_token(config.model, train.seq_len)
     progress, metrics, entropy = TrainingProgress(train.steps, speaks), None, math.nan
-    folder, recorder = Path(config.run.dir), _recorder(pipelined, local_ranks or mesh.size, device)
+    folder, recorder = Path(config.run.dir), _recorder(config, pipelined, local_ranks or mesh.size)
     if speaks:
         metrics = MetricsFile(folder / "metrics.jsonl")
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -120,7 +121,7 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
             progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"), bubble)
         progress.close()
         if speaks:
-            progress.say(_closing(line, entropy, config))
+            progress.say(_closing(line, entropy, config, recorder))
         if train.sample_tokens and mesh.dp.rank == 0:
             text = _sample(pipelined, data, config, device)
             if speaks:
@@ -133,11 +134,12 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
                 recorder.save(folder / TIMELINE)
 
 
-def _recorder(pipelined: PipelinedGPT, local_ranks: int, device: torch.device) -> Recorder | None:
+def _recorder(config: Config, pipelined: PipelinedGPT, local_ranks: int) -> Recorder | None:
     """What measures the bubble, where there can be one."""
     if pipelined.pp.size == 1:
         return None
-    return Recorder(pipelined.schedule, local_ranks, None if device.type == "cuda" else usable_cores())
+    cores = None if pipelined.device.type == "cuda" else usable_cores()
+    return Recorder(pipelined.schedule, local_ranks, cores, plan_stages(config).division)
 
 
 def _validates(done: int, config: Config) -> bool:
@@ -184,12 +186,13 @@ def _sequence_cut(config: Config) -> str:
     return f"sp {mesh.sp} = ring {mesh.ring} × ulysses {mesh.ulysses}{reason}{layout}"
 
 
-def _closing(line: dict[str, float], entropy: float, config: Config) -> str:
+def _closing(line: dict[str, float], entropy: float, config: Config, recorder: Recorder | None) -> str:
     last = f"loss {line['loss']:.3f}" + (f", validation loss {line['val_loss']:.3f}" if "val_loss" in line else "")
+    better = advice(recorder.saved) if recorder and recorder.saved else ""
     return (
         f"{last} nats a token after {line['tokens'] / 1e6:.2f} M tokens; unigram entropy {entropy:.3f}\n"
         f"metrics in {Path(config.run.dir) / 'metrics.jsonl'}"
-    )
+    ) + (f"\n{better}" if better else "")
 
 
 def _sample(pipelined: PipelinedGPT, data: Splits, config: Config, device: torch.device) -> str:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
+from operator import index
 from pathlib import Path
+from reprlib import repr
 
 from megalite.parallel.pipeline.generators import GENERATORS
-from megalite.parallel.pipeline.schedule import Schedule, require_sizes, schedule_of
+from megalite.parallel.pipeline.schedule import Action, Schedule, require_sizes, schedule_of
 
 
 def load(source: str, stages: int | None, microbatches: int | None, chunks: int | None = None) -> Schedule:
@@ -68,7 +70,7 @@ def _function(path: Path, name: str) -> Callable:
     except OSError:
         raise ValueError(f"{path}: no such file") from None
     except Exception as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path}: {_line(error)}") from error
     if not callable(found):
         raise ValueError(f"{path}: no function {name}")
     return found
@@ -78,5 +80,19 @@ def _called(function: Callable, name: str, stages: int, microbatches: int) -> Sc
     try:
         made = function(stages, microbatches)
     except Exception as error:
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
-    return made if isinstance(made, Schedule) else schedule_of(made, name, microbatches)
+        raise ValueError(f"{name}: {_line(error)}") from error
+    try:
+        if isinstance(made, Schedule):
+            ranks = tuple(tuple(Action.parse(str(action)) for action in actions) for actions in made.ranks)
+            return Schedule(str(made.name), ranks, tuple(map(index, made.rank_of)), index(made.microbatches))
+        if isinstance(made, str):
+            raise TypeError("one text")
+        rows = [row if isinstance(row, str) else [str(cell) for cell in row if cell] for row in made]
+    except Exception as error:
+        would = 'a Schedule, or a row of actions for each rank, as ["0F0 0BW0", "1F0 1BW0"], would do'
+        raise ValueError(f"{name}: {repr(made)} returned, {_line(error)}; {would}") from error
+    return schedule_of(rows, name, microbatches)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -58,10 +58,13 @@ class Recorder:
     """The last steps of a run.
 
     ranks, cores: how many processes of this machine compute on how many cores; cores None where each has a GPU
+    layers: how many each stage has, where it is a model's; empty: not known
     """
 
-    def __init__(self, schedule: Schedule, ranks: int = 1, cores: int | None = None) -> None:
-        self.schedule, self.ranks, self.cores = schedule, ranks, cores
+    def __init__(
+        self, schedule: Schedule, ranks: int = 1, cores: int | None = None, layers: Sequence[int] = ()
+    ) -> None:
+        self.schedule, self.ranks, self.cores, self.layers = schedule, ranks, cores, tuple(layers)
         self._places = _Places(schedule)
         self._steps: deque[_Step] = deque(maxlen=KEPT)
         self._count = 0
@@ -88,17 +91,20 @@ class Recorder:
         """Those of the steps that are kept."""
         return _costs([step.medians for step in self._steps])
 
-    def save(self, path: Path) -> None:
-        """Write the kept step with the median bubble, and what it is predicted from; without a step, nothing.
-
-        Whenever the file is there, it is whole.
-        """
+    @property
+    def saved(self) -> Saved | None:
+        """The kept step with the median bubble, and what it is predicted from; None where there was no step."""
         if not self._steps:
-            return
+            return None
         middle = sorted(self._steps, key=lambda step: step.bubble)[len(self._steps) // 2]
         step = timeline(self.schedule, middle.times, middle.begin, middle.finish)
         data, optimizer = (_median(moments) for moments in zip(*(step.around for step in self._steps), strict=True))
-        write(path, Saved(step, self.costs, data, optimizer, len(self._steps), self.ranks, self.cores))
+        return Saved(step, self.costs, data, optimizer, len(self._steps), self.ranks, self.cores, self.layers)
+
+    def save(self, path: Path) -> None:
+        """Write what is `saved`, so that the file is whole whenever it is there; without a step, nothing."""
+        if (saved := self.saved) is not None:
+            write(path, saved)
 
 
 # --- medians ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from megalite.parallel.pipeline.timeline import Span, Timeline
 
 TIMELINE = "timeline.json"  # in a run's folder
 FORMAT, VERSION = "megalite timeline", 1
+MOST_LAYERS = 10_000  # that a stage of a file may have
 COSTS = ("forward", "backward_input", "backward_weight", "backward", "send")
 
 Times = Sequence[Sequence[float]]  # of each rank: start and end of each action in turn, in seconds on one clock
@@ -49,6 +50,7 @@ class Saved:
 
     costs, data, optimizer: medians of `steps` steps, in seconds; None: not known
     ranks, cores: how many processes of the machine computed on how many cores; cores None where each had a GPU
+    layers: how many each stage had; empty: not known
     """
 
     measured: Timeline
@@ -58,6 +60,7 @@ class Saved:
     steps: int
     ranks: int
     cores: int | None
+    layers: tuple[int, ...] = ()
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -102,6 +105,7 @@ def write(path: Path, saved: Saved) -> None:
         "finish": _since(origin, step.finish),
         "steps": saved.steps,
         "medians": medians | {"data": saved.data, "optimizer": saved.optimizer},
+        "layers": saved.layers,
     }
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("w", encoding="utf-8") as file:
@@ -146,7 +150,10 @@ def _saved(read: dict[str, Any]) -> Saved:
     costs = Costs(**{name: tuple(map(_seconds, medians[name])) for name in COSTS})
     measured = timeline(schedule, times, begin, finish)
     cores = None if read["cores"] is None else int(read["cores"])
-    found = Saved(measured, costs, data, optimizer, int(read["steps"]), int(read["ranks"]), cores)
+    layers = tuple(map(_layers, read.get("layers", ())))  # files of before do not have it
+    if layers and (len(layers) != schedule.stages or not all(layers[1:-1])):
+        raise ValueError(f"layers of {schedule.stages} stages cannot be {layers}")
+    found = Saved(measured, costs, data, optimizer, int(read["steps"]), int(read["ranks"]), cores, layers)
     found.predicted.bubble()
     return found
 
@@ -155,6 +162,12 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no time")
     return float(value)
+
+
+def _layers(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_LAYERS:
+        raise ValueError(f"{value!r} is no number of layers")
+    return value
 
 
 def _since(origin: float, time: float | None) -> float | None:
