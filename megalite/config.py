@@ -122,6 +122,9 @@ class TrainConfig:
     seq_len: int = 256  # tokens a sequence
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
+    recompute: Literal["none", "full", "selective"] = "none"  # what blocks make again in backward instead of keeping it
+    recompute_every: int = 1  # blocks of which one is recomputed: 1 all, 2 every other
+    offload_activations: bool = False  # what is kept for backward lies in the host's memory until then
     validate_every: int = 0  # steps; 0: at the end only
     validation_batches: int = 4  # global batches a validation
     z_loss: float = 0.0
@@ -176,7 +179,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
     "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
-    "train.z_loss": (0, INF), "train.sample_tokens": (0, INF),
+    "train.z_loss": (0, INF), "train.sample_tokens": (0, INF), "train.recompute_every": (1, INF),
     "optimizer.lr": (0, INF), "optimizer.min_lr": (0, 1), "optimizer.warmup": (0, INF), "optimizer.decay": (0, 1),
     "optimizer.weight_decay": (0, INF), "optimizer.beta1": (0, 0.9999999), "optimizer.beta2": (0, 0.9999999),
     "optimizer.eps": (0, 1), "optimizer.clip": (0, INF),

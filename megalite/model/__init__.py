@@ -5,4 +5,5 @@ block      the residual pattern               rope       rotary angles at global
 attention  qkv, rope, projection              presets    named sizes
 mlp        gated or plain feed-forward        generate   text from a model
 context    of a batch: positions, what attends
+recompute  what a block keeps for its backward
 """

@@ -29,6 +29,7 @@ from megalite.model.block import Block
 from megalite.model.context import Context, context
 from megalite.model.mlp import MLP
 from megalite.model.norm import NORMS, norm
+from megalite.model.recompute import Keeping, Recompute
 from megalite.parallel.collectives import all_gather, copy, gather
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut, shard_table
@@ -57,6 +58,8 @@ class GPT(nn.Module):
     config: its sizes   mesh: where it is computed   seed: of the weights
     sequence_parallel: between the linears, split tokens over tp; the same mathematics, activations / tp
     layout, keep_kv: of the ring that sequences are cut over, see ring_attention
+    recompute: "none", "selective" or "full" for every `recompute_every`-th block of a part, see recompute.py
+    offload: what blocks keep for backward lies in the host's memory until then
     parts: what this rank holds of it, on a mesh with pp; by default all. A tied head without the embedding has an
         `embedding` of its own, of equal weights as long as their gradients are summed (train/gradients.py)
 
@@ -72,6 +75,9 @@ class GPT(nn.Module):
         sequence_parallel: bool = True,
         layout: str = "zigzag",
         keep_kv: bool = False,
+        recompute: Recompute = "none",
+        recompute_every: int = 1,
+        offload: bool = False,
         parts: Sequence[Part] = (),
     ) -> None:
         super().__init__()
@@ -82,7 +88,12 @@ class GPT(nn.Module):
         split_evenly(config.heads // tp.size, "ulysses", self.mesh.ulysses.size, "heads of a tp rank")
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.parts = tuple(parts) or (Part(range(config.layers), True, True),)
-        held = {layer for part in self.parts for layer in part.layers}
+        again, others = Keeping(recompute, offload), Keeping(offload=offload)
+        held = {
+            layer: others if number % recompute_every else again
+            for part in self.parts
+            for number, layer in enumerate(part.layers)
+        }
         embeds, predicts = any(part.embedding for part in self.parts), any(part.head for part in self.parts)
         dim = 0 if self.sequence_parallel else None
         device = torch.get_default_device()
@@ -94,7 +105,9 @@ class GPT(nn.Module):
                 self.positions = nn.Embedding(config.max_seq_len, config.hidden)
             self.blocks = nn.ModuleList()  # of all layers, None where another rank has it
             for layer in range(config.layers):
-                block = Block(norm(config), Attention(config, tp, dim), norm(config), MLP(config, tp, dim))
+                keeping = held.get(layer, others)
+                mlp = MLP(config, tp, dim, keeping)
+                block = Block(norm(config), Attention(config, tp, dim), norm(config), mlp, keeping)
                 self.blocks.append(block if layer in held else None)  # type: ignore[arg-type]
             if predicts:
                 self.norm = norm(config)
@@ -119,6 +132,9 @@ class GPT(nn.Module):
             sequence_parallel=sizes.sequence_parallel,
             layout=sizes.layout,
             keep_kv=sizes.keep_kv,
+            recompute=config.train.recompute,
+            recompute_every=config.train.recompute_every,
+            offload=config.train.offload_activations,
             parts=parts,
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megalite.config import ModelConfig
+from megalite.model.recompute import Keeping
 from megalite.parallel.mesh import Axis
 from megalite.parallel.sharding import fused, split_evenly
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -39,8 +40,15 @@ ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu, "gelu_tanh": gelu_tanh}
 class MLP(nn.Module):
     """Tokens `[n, d]` ─▶ `[n, d]` by way of `[n, ffn]`, which is split over `tp`."""
 
-    def __init__(self, config: ModelConfig, tp: Axis, sequence_dim: int | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: Axis,
+        sequence_dim: int | None,
+        keeping: Keeping = Keeping(),  # noqa: B008  frozen
+    ) -> None:
         super().__init__()
+        self.keeping = keeping
         split_evenly(config.ffn, tp.name, tp.size, "ffn")
         inner = [config.ffn] * (2 if config.gated else 1)
         self.activation = ACTIVATIONS[config.activation]
@@ -55,7 +63,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(config.ffn, config.hidden, tp, config.bias, sequence_dim=sequence_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        return self.keeping.through(self.activation, self.up(x), self.down)
 
 
 class _SwiGLU(Function):

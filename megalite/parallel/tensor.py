@@ -175,7 +175,7 @@ class _ColumnLinear(Function):
                 travelling = issue_all_reduce(partial, ctx.axis)
             else:
                 travelling = issue_reduce_scatter(partial, ctx.axis, ctx.dim % x.ndim)
-        grad_weight, grad_bias = _weight_gradients(ctx, grad, x)
+        grad_weight, grad_bias = _weight_gradients(ctx, weight, grad, x)
         return travelling.wait() if travelling else None, grad_weight, grad_bias, None, None, None
 
 
@@ -196,14 +196,14 @@ class _RowLinear(Function):
         if ctx.dim is not None:
             grad = issue_all_gather(grad, ctx.axis, ctx.dim % x.ndim).wait()
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight, grad_bias = _weight_gradients(ctx, grad, x, own)
+        grad_weight, grad_bias = _weight_gradients(ctx, weight, grad, x, own)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _weight_gradients(
-    ctx: Any, grad: Tensor, x: Tensor, biased: Tensor | None = None
+    ctx: Any, weight: Tensor, grad: Tensor, x: Tensor, biased: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    grad_weight = weight_gradients.give(ctx.saved_tensors[1], grad, x) if ctx.needs_input_grad[1] else None
+    grad_weight = weight_gradients.give(weight, grad, x) if ctx.needs_input_grad[1] else None
     if not (ctx.has_bias and ctx.needs_input_grad[2]):
         return grad_weight, None
     return grad_weight, (grad if biased is None else biased).flatten(0, -2).sum(0)
