@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +23,10 @@ from megalite.config import (
 from megalite.config_file import load
 from megalite.data import TokenWriter
 from megalite.errors import ConfigError, DataError
+from megalite.model.block import Block
 from megalite.model.presets import PRESETS
 from megalite.parallel.pipeline.saved import load as saved_step
+from megalite.plan.measured_division import advice
 from megalite.testing import run_ranks
 from megalite.train.loop import open_data, pretrain
 
@@ -144,6 +147,33 @@ def test_what_a_pipeline_leaves_and_says(config, tmp_path, capsys):
     assert saved.steps == 3 and saved.ranks == 2
     assert [len(spans) for spans in saved.measured.ranks] == [8, 8]
     assert saved.measured.begin < saved.measured.start < saved.measured.end < saved.measured.finish
+
+
+def test_a_better_division_is_said_at_the_end(config, tmp_path, capsys):
+    """Layers that sleep take no core from one another, and there are enough cores for one rank."""
+
+    def train(config):
+        def sleeping(*given, **more):
+            time.sleep(0.01)
+            return forward(*given, **more)
+
+        forward, Block.forward = Block.forward, sleeping
+        try:
+            pretrain(config, torch.device("cpu"), local_ranks=1)
+        finally:
+            Block.forward = forward
+
+    config = replace(config, model=replace(config.model, layers=4), train=replace(config.train, steps=3))
+    for division, line in (
+        ((1, 3), "by the times measured, mesh.division=[2, 2] would make the pipeline "),
+        ((2, 2), ""),
+    ):
+        mesh, folder = MeshConfig(1, 2, microbatches=4, division=division), tmp_path / "run"
+        run_ranks(train, 2, resolve(check(replace(config, mesh=mesh, run=RunConfig(str(folder))))))
+        shown = capsys.readouterr().out
+        assert line in shown and ("by the times measured" in shown) == bool(line)
+        assert saved_step(folder).layers == division
+        assert advice(saved_step(folder)) in shown
 
 
 def test_how_sp_is_cut_is_said(config, tmp_path, capsys):

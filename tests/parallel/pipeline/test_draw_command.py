@@ -70,6 +70,20 @@ def test_a_measured_step_stands_below_its_prediction(capsys, run_folder):
     assert draw(capsys, run_folder / "timeline.json")[1] == out
 
 
+def test_a_better_division_is_said(capsys, tmp_path):
+    """Once each has cores of its own, and the stages' layers are in the file."""
+    schedule = one_f_one_b(2, 8)
+    made = simulate(schedule, Costs((2.0, 7.0), (2.0, 7.0), (2.0, 7.0)))
+    times = [[time for span in spans for time in span[1:]] for spans in made.ranks]
+    for layers, cores, division in (((1, 3), 2, "[2, 2]"), ((), 2, ""), ((1, 3), 1, ""), ((4, 7), 2, "[9, 2]")):
+        recorder = Recorder(schedule, 2, cores, layers)
+        recorder.add(times)
+        recorder.save(tmp_path / "timeline.json")
+        code, out, _ = draw(capsys, tmp_path)
+        assert code == 0 and ("by the times measured" in out) == bool(division)
+        assert f"by the times measured, mesh.division={division} would make the pipeline " in out or not division
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -100,7 +100,8 @@ def test_the_recorder_says_the_bubble_that_the_timeline_has():
 
 def test_the_step_with_the_median_bubble_of_the_last_is_saved(tmp_path):
     schedule = one_f_one_b(2, 4)
-    recorder = Recorder(schedule, ranks=4, cores=2)
+    recorder = Recorder(schedule, ranks=4, cores=2, layers=[3, 2])
+    assert recorder.saved is None
     recorder.save(tmp_path / TIMELINE)
     assert not list(tmp_path.iterdir())  # no step yet
     for send in (9.0, *(0.1 * (i % KEPT) for i in range(KEPT))):
@@ -113,7 +114,7 @@ def test_the_step_with_the_median_bubble_of_the_last_is_saved(tmp_path):
     assert found.measured.bubble().over_total == pytest.approx(middle.over_total)
     assert (found.measured.begin, found.measured.finish) == (0, pytest.approx(0.75 + middle.step))
     assert found.predicted.bubble().over_total == pytest.approx(recorder_share(recorder))
-    assert (found.steps, found.ranks, found.cores) == (KEPT, 4, 2)
+    assert (found.steps, found.ranks, found.cores, found.layers) == (KEPT, 4, 2, (3, 2))
     assert found.measured.schedule == schedule
 
 
@@ -124,9 +125,10 @@ def recorder_share(recorder):
 @pytest.mark.parametrize("schedule", [one_f_one_b(1, 1), dualpipe_v(3, 7), interleaved_1f1b(2, 4, 2)], ids=str)
 def test_a_file_gives_back_what_was_written(tmp_path, schedule):
     made = simulate(schedule, MILLISECONDS)
-    saved = Saved(made, costs([made]), None, 0.5, 1, 1, None)
+    saved = Saved(made, costs([made]), None, 0.5, 1, 1, None, tuple(range(1, schedule.stages + 1)))
     write(tmp_path / "a.json", saved)
     found = load(tmp_path / "a.json")
+    assert found.layers == saved.layers
     assert found.measured.schedule == schedule
     for wrote, read in zip(times_of(made), times_of(found.measured), strict=True):
         assert read == pytest.approx(wrote, abs=1e-9)
@@ -144,7 +146,7 @@ def test_a_damaged_file_is_a_line(tmp_path_factory, data):
     """Any value of the file replaced by another, taken away, or the file cut."""
     path = tmp_path_factory.mktemp("damaged") / TIMELINE
     made = simulate(one_f_one_b(2, 2), MILLISECONDS)
-    write(path, Saved(made, costs([made]), 0.1, 0.5, 1, 1, None))
+    write(path, Saved(made, costs([made]), 0.1, 0.5, 1, 1, None, (2, 3)))
     written = json.loads(path.read_text())
     branch = written
     while True:
@@ -167,6 +169,29 @@ def test_a_damaged_file_is_a_line(tmp_path_factory, data):
         message = str(error)
     assert message.startswith(f"{path}: ") if length < len(text) else message[:1] in ("", "/")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([1], "layers of 3 stages cannot be (1,)"),
+        ([1, 0, 2], "layers of 3 stages cannot be (1, 0, 2)"),
+        ([1, 10**9, 1], "1000000000 is no number of layers"),
+        ([1, True, 1], "True is no number of layers"),
+        ("111", "'1' is no number of layers"),
+    ],
+)
+def test_layers_that_cannot_be(tmp_path, layers, says):
+    path = tmp_path / TIMELINE
+    made = simulate(one_f_one_b(3, 2), MILLISECONDS)
+    write(path, Saved(made, costs([made]), 0.1, 0.5, 1, 1, None))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in written.items() if name != "layers"}))
+    assert load(path).layers == ()  # a file of before
+    path.write_text(json.dumps(written | {"layers": layers}))
+    with pytest.raises(ValueError, match="damaged or of another kind") as error:
+        load(path)
+    assert str(error.value).endswith(says)
 
 
 @pytest.mark.parametrize(
