@@ -3,9 +3,11 @@
     python benchmarks/pipeline.py [--only speed,bubble,overhead,memory] [--rounds 12]
 
 speed     a training step of each schedule against its twin of `torch.distributed.pipelining` (plain_pipeline.py), turn
-          by turn in the same processes; our layers are divided by plan/stages.py, theirs as was fastest
-bubble    idle share of the step by formula, simulated from the times that a run measures, and measured in that run
-overhead  the executor's own time an action; what timing costs, in % of a step
+          by turn in the same processes; our layers are divided by plan/stages.py, theirs as was fastest; CPU seconds
+          are those of both ranks; aim: as fast or faster
+bubble    idle share of the step by formula, simulated from the times that a run measures, and measured in that run;
+          aim: simulated and measured at most 5 points apart
+overhead  the executor's own time an action, aim: 200 µs; what timing costs, in % of a step, aim: 1
 memory    the most bytes of activations that live at once, and the peak of a process that runs nothing else
 """
 
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attention import LiveBytes, print_ratios, take_turns
 from cpu_step import BATCH, MODEL, SEQ_LEN
+from plain_llama import PlainLlama
 from plain_pipeline import DIVISIONS, MICROBATCHES, RANKS, PlainPipeline, batches, whole_model
 
 from megalite.config import Config, MeshConfig, OptimizerConfig, TrainConfig, resolve
@@ -70,6 +74,11 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {  # of the second
 }
 
 
+def contenders(pair: str) -> list[str]:
+    """By name, ours first."""
+    return [f"ours:{PAIRS[pair].ours}", *(f"theirs:{kind}" for kind in PAIRS[pair].theirs)]
+
+
 def config_of(schedule: str) -> Config:
     """How megalite runs a schedule of this name here."""
     mesh = MeshConfig(pp=RANKS, schedule=schedule, microbatches=MICROBATCHES)
@@ -81,6 +90,12 @@ def ours(schedule: str) -> TrainStep:
     return TrainStep.of(config_of(schedule), Mesh(pp=RANKS))
 
 
+def contender(name: str, whole: PlainLlama | None = None) -> TrainStep | PlainPipeline:
+    """`ours:schedule` or `theirs:kind`. whole: theirs starts from its weights, as ours does from the same"""
+    side, _, name = name.partition(":")
+    return ours(name) if side == "ours" else PlainPipeline(name, DIVISIONS[name], OptimizerConfig(), whole)
+
+
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
@@ -89,27 +104,25 @@ def race(pair: str, rounds: int) -> tuple[dict[str, dict[str, list[float]]], dic
     losses: dict[str, list[float]] = {}
     whole = whole_model()
 
-    def contender(name: str, loss_of: Callable[[Tensor, Tensor], float]) -> Callable[[], object]:
-        data, seen = batches(), losses.setdefault(name, [])
-        return lambda: seen.append(loss_of(*next(data)))
+    def run(name: str) -> Callable[[], object]:
+        step, data, seen = contender(name, whole), batches(), losses.setdefault(name, [])
+        loss_of = attrgetter("loss") if isinstance(step, TrainStep) else itemgetter(0)
+        return lambda: seen.append(loss_of(step(*next(data))))
 
-    step = ours(PAIRS[pair].ours)
-    contenders = {"ours": contender("ours", lambda *batch: step(*batch).loss)}
-    for name in PAIRS[pair].theirs:
-        plain = PlainPipeline(name, DIVISIONS[name], OptimizerConfig(), whole)
-        contenders[name] = contender(name, lambda *batch, plain=plain: plain(*batch)[0])
-    return take_turns(contenders, rounds), losses
+    return take_turns({name: run(name) for name in contenders(pair)}, rounds), losses
 
 
 def report_speed(rounds: int, pairs: list[str]) -> None:
     for pair in pairs:
-        stages, theirs = plan_stages(config_of(PAIRS[pair].ours)), PAIRS[pair].theirs
-        print(f"\nspeed: {pair}; blocks of our stages {tuple(len(s.layers) for s in stages.stages)}, of theirs "
-              + ", ".join(f"{name} {DIVISIONS[name]}" for name in theirs))  # fmt: skip
-        (seen, losses), *_ = run_ranks(race, RANKS, pair, rounds, timeout=3600)
+        (schedule, kinds), (_, *theirs) = PAIRS[pair], contenders(pair)
+        division = tuple(len(stage.layers) for stage in plan_stages(config_of(schedule)).stages)
+        print(f"\nspeed: {pair}; blocks of our stages {division}, of theirs {[DIVISIONS[kind] for kind in kinds]}")
+        (seen, losses), *others = run_ranks(race, RANKS, pair, rounds, timeout=3600)
+        for name, of in seen.items():
+            of["cpu"] = [sum(x) for x in zip(of["cpu"], *(other[name]["cpu"] for other, _ in others), strict=True)]
         print_ratios(seen, min(theirs, key=lambda name: statistics.median(seen[name]["wall"])))
         apart = max(max(of) / min(of) - 1 for of in zip(*losses.values(), strict=True))
-        print(f"  largest relative difference of their losses in {len(losses['ours'])} steps: {apart:.1e}")
+        print(f"  largest relative difference of their losses in {rounds + 2} steps: {apart:.1e}")
         sys.stdout.flush()
 
 
@@ -131,9 +144,7 @@ def timelines(schedule: str, steps: int) -> list[Timeline]:
 
 
 def report_bubble(rounds: int, pairs: list[str], steps: int = 20) -> None:
-    print(
-        f"\nbubble: idle over total time in %, {RANKS} ranks, {MICROBATCHES} microbatches; measured: median of {steps}"
-    )
+    print(f"\nbubble: idle over total time in %, {RANKS} ranks, {MICROBATCHES} microbatches; median of {steps} steps")
     for schedule, formula in FORMULAS.items():
         taken = run_ranks(timelines, RANKS, schedule, steps, timeout=3600)[0]
         shares = sorted(100 * step.over_total for step in taken)
@@ -149,9 +160,8 @@ def report_bubble(rounds: int, pairs: list[str], steps: int = 20) -> None:
         middle = min(taken, key=lambda step: abs(100 * step.over_total - measured))
         for name, bubble in (("simulated", simulated.bubble()), ("measured", middle.bubble())):
             causes = "  ".join(f"{cause} {100 * share:4.1f}" for cause, share in bubble.causes.items())
-            print(
-                f"    {name:9}  {causes}   step {bubble.step:.3f} s, busy {' '.join(f'{x:.3f}' for x in bubble.busy)}"
-            )
+            busy = " ".join(f"{x:.3f}" for x in bubble.busy)
+            print(f"    {name:9}  {causes}   step {bubble.step:.3f} s, busy {busy}")
         for name, of in vars(took).items():
             print(f"    {name:15} ms of each stage " + " ".join(f"{1e3 * x:6.2f}" for x in of))
         sys.stdout.flush()
@@ -160,8 +170,8 @@ def report_bubble(rounds: int, pairs: list[str], steps: int = 20) -> None:
 # --- overhead -----------------------------------------------------------------------------------------------------
 
 
-def executor_overhead(name: str, steps: int, microbatches: int = 64) -> tuple[int, float, float]:
-    """Actions of this rank; microseconds an action besides the stages': on the clock, and of this thread's CPU time."""
+def executor_overhead(name: str, steps: int, microbatches: int = 64) -> list[float]:
+    """Microseconds an action of this rank besides the stages': on the clock, and of this thread's CPU time."""
     ranks = dist.get_world_size()
     mesh, schedule = Mesh(pp=ranks), GENERATORS[name](ranks, microbatches)
     weight, first = nn.Parameter(torch.eye(8)), torch.ones(4, 8)
@@ -175,18 +185,16 @@ def executor_overhead(name: str, steps: int, microbatches: int = 64) -> tuple[in
         return compute
 
     pipeline = Pipeline(schedule, mesh.pp, {n: stage(n) for n in schedule.stages_of(mesh.pp.rank)}, torch.device("cpu"))
-    walls, cpus = [], []
+    seen = []
     for _ in range(steps + 2):
-        if ranks > 1:
-            dist.barrier()
+        dist.barrier()
         begin, cpu = time.perf_counter(), time.thread_time()
         pipeline.step(lambda stage, microbatch: (4, 8), torch.float32)
         wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
         inside = sum(end - start for start, end in pipeline.marks)
-        walls.append((wall - inside) / len(pipeline.marks))
-        cpus.append((cpu - inside) / len(pipeline.marks))
+        seen.append([1e6 * (whole - inside) / len(pipeline.marks) for whole in (wall, cpu)])
         weight.grad = None
-    return len(pipeline.marks), 1e6 * statistics.median(walls[2:]), 1e6 * statistics.median(cpus[2:])
+    return [statistics.median(times) for times in zip(*seen[2:], strict=True)]
 
 
 def timing_costs(schedule: str, steps: int) -> list[float]:
@@ -217,8 +225,8 @@ def report_overhead(rounds: int, pairs: list[str]) -> None:
     print("\noverhead: of the executor, microseconds an action besides the stages' (on the clock / CPU of the thread)")
     for ranks, name in ((1, "gpipe"), (2, "gpipe"), (2, "1f1b"), (2, "zb-h1"), (2, "zb-v")):
         found = run_ranks(executor_overhead, ranks, name, rounds, timeout=600)
-        each = "  ".join(f"rank {r}: {wall:5.0f} / {cpu:5.0f}" for r, (_, wall, cpu) in enumerate(found))
-        print(f"  {ranks} rank{'s' * (ranks > 1):1} {name:8} {found[0][0]:4} actions a rank  {each}")
+        each = "  ".join(f"rank {r}: {wall:5.0f} / {cpu:5.0f}" for r, (wall, cpu) in enumerate(found))
+        print(f"  {ranks} rank{'s' * (ranks > 1):1} {name:8} {each}")
     print("overhead: of timing, % of a step on rank 0")
     for schedule in FORMULAS:
         whole, *parts = run_ranks(timing_costs, RANKS, schedule, rounds, timeout=3600)[0]
@@ -232,17 +240,9 @@ def report_overhead(rounds: int, pairs: list[str]) -> None:
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def contender(name: str, whole: bool) -> TrainStep | PlainPipeline:
-    """`ours:schedule` or `theirs:kind`. whole: start from the same weights"""
-    side, _, name = name.partition(":")
-    if side == "ours":
-        return ours(name)
-    return PlainPipeline(name, DIVISIONS[name], OptimizerConfig(), whole_model() if whole else None)
-
-
 def live_activations(name: str) -> float:
     """MiB of this rank in its second step, of all tensors but parameters, their gradients and the optimizer's."""
-    step, data, live = contender(name, whole=True), batches(), LiveBytes()
+    step, data, live = contender(name), batches(), LiveBytes()
     for _ in range(2):  # what the first step makes and keeps is in the second one's count
         for group in step.optimizer.param_groups:
             for parameter in group["params"]:
@@ -258,7 +258,7 @@ def live_activations(name: str) -> float:
 def peak_memory(name: str, steps: int = 4) -> tuple[float, float]:
     """MiB of this rank's process before its model exists, and at its peak."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    step, data = contender(name, whole=False), batches()
+    step, data = contender(name), batches()
     for _ in range(steps):
         step(*next(data))
     return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -267,14 +267,13 @@ def peak_memory(name: str, steps: int = 4) -> tuple[float, float]:
 def report_memory(rounds: int, pairs: list[str]) -> None:
     print("\nmemory: MiB of rank 0 and rank 1")
     for pair in pairs:
-        schedule, theirs = PAIRS[pair]
-        for name in (f"ours:{schedule}", *(f"theirs:{kind}" for kind in theirs)):
+        for name in contenders(pair):
             live = run_ranks(live_activations, RANKS, name, timeout=600)
             command = [sys.executable, __file__, "--memory", name]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             peaks = [peak - before for before, peak in json.loads(done.stdout.splitlines()[-1])]
             print(
-                f"  {pair:12} {name:22} activations {' '.join(f'{x:6.1f}' for x in live)}   peak of the process beyond "
+                f"  {name:22} activations {' '.join(f'{x:6.1f}' for x in live)}   peak of the process beyond "
                 f"what was there before {' '.join(f'{x:5.0f}' for x in peaks)}"
             )
             sys.stdout.flush()
@@ -292,11 +291,10 @@ def main() -> None:
         print(json.dumps(run_ranks(peak_memory, RANKS, options.memory, timeout=600)))
         return
     print(
-        f"torch {torch.__version__}, {MODEL}, batch {BATCH}, sequence {SEQ_LEN}, float32, {RANKS} ranks of one thread"
+        f"torch {torch.__version__}, {RANKS} ranks of one thread, float32, {MODEL}, batch {BATCH} of {SEQ_LEN} tokens"
     )
     for name in options.only.split(","):
         reports[name](options.rounds, options.pairs.split(","))
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":
