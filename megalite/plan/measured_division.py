@@ -67,9 +67,9 @@ def best_division(schedule: Schedule, layers: Sequence[int], costs: Costs) -> Di
     kinds = _by_kind(costs, len(now))
     seconds = [f + backward for f, backward in zip(kinds["forward"], kinds["backward"], strict=True)]
     whole = parts(now, seconds)
-    if whole is None or not whole.layer:
-        return Division(now, 0.0)
     of_layer = {name: fit.layer for name, times in kinds.items() if (fit := parts(now, times))}
+    if whole is None or not whole.layer or len(of_layer) < len(kinds):  # the last: times that overflow when added
+        return Division(now, 0.0)
 
     def grown(times: Sequence[float], division: Sequence[int], layer: float) -> list[float]:
         return [max(0.0, time + (new - n) * layer) for time, new, n in zip(times, division, now, strict=True)]
