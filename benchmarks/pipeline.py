@@ -175,12 +175,11 @@ def executor_overhead(name: str, steps: int, microbatches: int = 64) -> list[flo
     ranks = dist.get_world_size()
     mesh, schedule = Mesh(pp=ranks), GENERATORS[name](ranks, microbatches)
     weight, first = nn.Parameter(torch.eye(8)), torch.ones(4, 8)
-    last = schedule.stages - 1
 
     def stage(number: int) -> Callable[[Tensor | None, int], Tensor]:
         def compute(x: Tensor | None, microbatch: int) -> Tensor:
             y = weight_gradients.linear(first if x is None else x, weight)
-            return y.sum() if number == last else y
+            return y.sum() if number == schedule.stages - 1 else y
 
         return compute
 
