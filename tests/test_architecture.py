@@ -138,6 +138,7 @@ WITHOUT_TORCH = [
     *(f"megalite.parallel.{name}" for name in ("pipeline", *PIPELINE)),
     "megalite.plan",
     "megalite.plan.stages",
+    "megalite.plan.memory",
     "megalite.plan.measured_division",
     "megalite.launch.cli",
     "megalite.pytest_plugin",

@@ -2,6 +2,7 @@
 
 stages               the schedule of the pipeline, checked, and which layers each of its stages has
 measured_division    which layers they would better have, by the times of a run
+memory               bytes of activations that a block keeps
 """
 
 from megalite.plan.stages import Stage, Stages, plan_stages
