@@ -18,7 +18,7 @@ from megalite.testing import run_ranks
 from megalite.train.step import TrainStep
 from megalite.train.verify import own_share
 
-LLAMA = ModelConfig(vocab_size=101, hidden=48, layers=4, heads=6, kv_heads=2, max_seq_len=64, init_std=0.1)
+LLAMA = ModelConfig(vocab_size=101, hidden=48, layers=4, heads=6, kv_heads=2, ffn=144, max_seq_len=64, init_std=0.1)
 GPT2 = replace(LLAMA, positions="learned", norm="layernorm", activation="gelu_tanh", bias=True, tied=True, kv_heads=6)
 STYLES = {"llama": LLAMA, "gpt2": GPT2}
 WAYS = [("selective", 1), ("full", 1), ("full", 2), ("selective", 3)]
