@@ -39,7 +39,7 @@ def main(overrides: list[str]) -> None:
     # Where: a mesh over all ranks. What: a model on it, of which a rank has its part. When: in one step forward and
     # backward in the order of the schedule, gradients summed and clipped, AdamW.
     train, sizes = config.train, config.mesh
-    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     device = local_device(world.local_rank, world.local_size)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))

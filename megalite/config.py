@@ -69,6 +69,8 @@ class MeshConfig:
     chunks: int = 0  # stages a rank, of interleaved-1f1b; 0: 2
     microbatches: int = 0  # of a step, on a dp rank; 0: train.micro_batch says, or it is chosen
     division: tuple[int, ...] = ()  # layers of each stage, the first first; empty: by estimated cost
+    zero: int = 0  # dp × sp ranks divide among them: 1 the optimizer's state, 2 gradients too
+    shard: int = 0  # so many of them do, and the others likewise (HSDP); 0: all
 
     @property
     def size(self) -> int:
@@ -121,7 +123,7 @@ class TrainConfig:
     micro_batch: int = 0  # sequences a rank works on at once; 0: mesh.microbatches says, or it is chosen
     seq_len: int = 256  # tokens a sequence
     seed: int = 0
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of weights; bfloat16 has float32 masters
     recompute: Literal["none", "full", "selective"] = "none"  # what blocks make again in backward instead of keeping it
     recompute_every: int = 1  # blocks of which one is recomputed: 1 all, 2 every other
     offload_activations: bool = False  # what is kept for backward lies in the host's memory until then
@@ -175,7 +177,8 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
     "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
     "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
-    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
+    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.zero": (0, 2), "mesh.shard": (0, INF),
+    "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
     "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
@@ -247,6 +250,8 @@ def resolve(config: Config, ranks: int | None = None) -> Config:
     batch = config.train.global_batch
     if batch % mesh.dp:
         raise ConfigError(f"train.global_batch: {batch} given; a multiple of mesh.dp={mesh.dp} would do")
+    if mesh.shard and mesh.dp * mesh.sp % mesh.shard:
+        raise ConfigError(f"mesh.shard: {mesh.shard} given; a divisor of dp × sp = {mesh.dp * mesh.sp} would do")
     share = batch // mesh.dp
     count = _microbatches(mesh, config.train.micro_batch, share)
     train = dataclasses.replace(config.train, micro_batch=share // count)

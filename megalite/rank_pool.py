@@ -11,6 +11,7 @@ open, so that no other rank fails of it.
 
 import atexit
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -186,10 +187,12 @@ def _serve(pipe: Connection, output: str, stack: str) -> None:
     with open(stack, "w") as dump:
         faulthandler.enable(dump)
         faulthandler.register(signal.SIGUSR1, dump)
+        gc.freeze()
         while True:
             pipe.send_bytes(_answer(*pipe.recv()))
             pipe.recv()
             world.leave()
+            gc.collect()  # a group that is still referred to keeps three threads, which wake a hundred times a second
 
 
 def _answer(rank: int, size: int, store: str, timeout: float, path: list[str], folder: str, task: bytes) -> bytes:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -47,7 +48,7 @@ class Keeping:
         """`forward(x, *more)` of a whole block."""
         if not torch.is_grad_enabled():
             return forward(x, *more)
-        with _on_host(x.device, block.parameters()) if self.offload and x.is_cuda else nullcontext():
+        with _on_host(_link(x.device), block.parameters()) if self.offload and x.is_cuda else nullcontext():
             if self.recompute == "full":
                 return checkpoint(forward, x, *more, use_reentrant=False, preserve_rng_state=False)
             return forward(x, *more)
@@ -87,63 +88,65 @@ def _as_it_is(x: Any) -> Any:
 # --- in the host's memory -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Copy:
-    of: torch.device
-    held: Tensor
+class _Link:
+    """Between a GPU and its host's memory, on a stream of its own: beside what the GPU computes."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
 
-class _Host:
-    """Copies of a block's tensors, one of each; they travel beside what the device computes.
-
-    stay: the tensors that are on the device in any case
-    """
-
-    def __init__(self, device: torch.device, stay: Iterable[Tensor]) -> None:
-        self.stream = _stream(device)
-        self.stay = {x.untyped_storage().data_ptr() for x in stay}
-        self.copies: dict[tuple, tuple[Tensor, _Copy]] = {}  # with what they are of: its address is not given anew
-
-    def keep(self, x: Tensor) -> Tensor | _Copy:
-        """A tensor's copy, which is on its way."""
-        if not x.is_cuda or x.untyped_storage().data_ptr() in self.stay:
-            return x
-        if (key := _key(x)) not in self.copies:
-            held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-            self.stream.wait_stream(torch.cuda.current_stream(x.device))
-            with torch.cuda.stream(self.stream):
-                held.copy_(x, non_blocking=True)
-            x.record_stream(self.stream)
-            self.copies[key] = x, _Copy(x.device, held)
-        return self.copies[key][1]
-
-    def get(self, kept: Tensor | _Copy) -> Tensor:
-        """What was kept, on the device."""
-        if isinstance(kept, Tensor):
-            return kept
+    def to_host(self, x: Tensor) -> Tensor:
+        held = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            x = kept.held.to(kept.of, non_blocking=True)
-        current = torch.cuda.current_stream(kept.of)
+            held.copy_(x, non_blocking=True)
+        x.record_stream(self.stream)
+        return held
+
+    def to_device(self, held: Tensor) -> Tensor:
+        with torch.cuda.stream(self.stream):
+            x = held.to(self.device, non_blocking=True)
+        current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         x.record_stream(current)
         return x
 
 
+_link = cache(_Link)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    held: Tensor
+
+
+class _Host:
+    """Copies of a block's tensors, one of each. stay: tensors that are on the device in any case"""
+
+    def __init__(self, link: _Link, stay: Iterable[Tensor]) -> None:
+        self.link, self.stay = link, {x.untyped_storage().data_ptr() for x in stay}
+        self.copies: dict[tuple, tuple[Tensor, _Copy]] = {}  # with what they are of: its address is not given anew
+
+    def keep(self, x: Tensor) -> Tensor | _Copy:
+        """A tensor's copy, which is on its way."""
+        if x.device != self.link.device or x.untyped_storage().data_ptr() in self.stay:
+            return x
+        if (key := _key(x)) not in self.copies:
+            self.copies[key] = x, _Copy(self.link.to_host(x))
+        return self.copies[key][1]
+
+    def get(self, kept: Tensor | _Copy) -> Tensor:
+        """What was kept, on the device."""
+        return self.link.to_device(kept.held) if isinstance(kept, _Copy) else kept
+
+
 _host: _Host | None = None  # of the block whose forward runs
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 @contextmanager
-def _on_host(device: torch.device, stay: Iterable[Tensor]) -> Iterator[None]:
+def _on_host(link: _Link, stay: Iterable[Tensor]) -> Iterator[None]:
     """Around a block's forward: what autograd keeps of it goes to the host's memory."""
     global _host
-    before, _host = _host, _Host(device, stay)
+    before, _host = _host, _Host(link, stay)
     try:
         with saved_tensors_hooks(_host.keep, _host.get):
             yield

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megalite.parallel.in_flight import Pending, issue_all_reduce_in_place
 from megalite.parallel.mesh import Axis
+from megalite.parallel.parameters import after_gradient
 
 
 class GradientBuckets:
@@ -58,7 +59,7 @@ class GradientBuckets:
             bucket.add(parameter)
             if not any(parameter is other for other in shared):
                 self._bucket_of[parameter] = bucket
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                after_gradient(parameter, self._arrived)
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -69,10 +70,10 @@ class GradientBuckets:
         finally:
             self._sending = False
 
-    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These gradients are final, however they came: they travel, but for those that a `last` backward has sent."""
-        with self.accumulating(last=True):
-            for parameter in parameters:
+    def complete(self, parameters: Iterable[nn.Parameter], last: bool = True) -> None:
+        """A microbatch's backward is at its end for these; after the `last` those travel that have not yet."""
+        with self.accumulating(last):
+            for parameter in parameters if last else ():
                 if parameter.grad is not None and parameter in self._bucket_of:
                     self._arrived(parameter)
 

@@ -59,6 +59,12 @@ def issue_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     return Pending(torch.ops.megalite.all_gather(x.contiguous(), axis.name, axis.size, _group(axis)), join=dim)
 
 
+def issue_all_gather_into(whole: Tensor, own: Tensor, axis: Axis) -> Pending:
+    """Start filling `whole` with every rank's `own`, which may be this rank's slice of it, without a second buffer."""
+    _record(axis.name, axis.size, "all_gather", whole)
+    return Pending(_c10d.all_gather_into_tensor_out(own, axis.size, _group(axis), out=whole))
+
+
 def issue_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     """Start summing `x` over the axis, to keep this rank's slice along `dim`; free of copies for dim 0."""
     slices = _stack(x, axis, dim)

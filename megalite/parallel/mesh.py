@@ -82,9 +82,11 @@ class Mesh:
 
     dp: data parallel   pp: pipeline   sp: sequence inside attention   tp: tensor parallel
     ulysses: how many ranks of sp trade tokens for heads, the rest of sp being a ring; None: one, all of sp is a ring
+    shard: over how many replicas ZeRO divides; None: over all
 
     Its axes are dp, pp, sp and tp, the two that sp is made of, ring and ulysses, and
     replicas: dp × sp, the ranks that hold equal weights, over which gradients and losses are summed; dp outermost
+    copies × shards = replicas: ZeRO divides over shards what is alike on replicas; neighbours are of one division
 
     Raises ValueError where the product of the sizes is neither one nor the number of ranks.
     """
@@ -96,8 +98,12 @@ class Mesh:
     ring: Axis
     ulysses: Axis
     replicas: Axis
+    copies: Axis
+    shards: Axis
 
-    def __init__(self, dp: int = 1, pp: int = 1, sp: int = 1, tp: int = 1, ulysses: int | None = None) -> None:
+    def __init__(
+        self, dp: int = 1, pp: int = 1, sp: int = 1, tp: int = 1, ulysses: int | None = None, shard: int | None = None
+    ) -> None:
         self.sizes = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
         for name, size in self.sizes.items():
             if not isinstance(size, int) or size < 1:
@@ -105,8 +111,12 @@ class Mesh:
         ulysses = 1 if ulysses is None else ulysses
         if not isinstance(ulysses, int) or ulysses < 1 or sp % ulysses:
             raise ValueError(f"mesh.ulysses: {ulysses!r} given; a divisor of sp={sp} would do")
+        shard = dp * sp if shard is None else shard
+        if not isinstance(shard, int) or shard < 1 or dp * sp % shard:
+            raise ValueError(f"mesh.shard: {shard!r} given; a divisor of dp × sp = {dp * sp} would do")
         self.size = math.prod(self.sizes.values())
         self.device_mesh: DeviceMesh | None = None
+        self._replica_mesh: DeviceMesh | None = None  # where it is more than one dim of device_mesh
         self.rank = 0
         if self.size > 1:
             self._join()
@@ -116,6 +126,7 @@ class Mesh:
             setattr(self, name, Axis(name, size, where[name], group))
         self.ring, self.ulysses = self._parts_of_sp(sp // ulysses, ulysses)
         self.replicas = self._replicas()
+        self.copies, self.shards = self._parts_of_replicas(shard)
 
     def _join(self) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -146,8 +157,23 @@ class Mesh:
         if self.sp.size == 1 or self.dp.size == 1:
             return self.dp if self.sp.size == 1 else self.sp
         assert self.device_mesh is not None
-        group = self.device_mesh["dp", "sp"]._flatten("replicas").get_group()
-        return Axis("dp×sp", self.dp.size * self.sp.size, self.dp.rank * self.sp.size + self.sp.rank, group)
+        self._replica_mesh = self.device_mesh["dp", "sp"]._flatten("replicas")
+        rank = self.dp.rank * self.sp.size + self.sp.rank
+        return Axis("dp×sp", self.dp.size * self.sp.size, rank, self._replica_mesh.get_group())
+
+    def _parts_of_replicas(self, shard: int) -> tuple[Axis, Axis]:
+        """The axes copies and shards; where one of them is all of replicas, it is reached by their group."""
+        replicas, copies = self.replicas, self.replicas.size // shard
+        copy_group = shard_group = replicas.group
+        if copies > 1 and shard > 1:
+            assert self.device_mesh is not None
+            of_replicas = self._replica_mesh or self.device_mesh[replicas.name]
+            parts = of_replicas._unflatten(0, (copies, shard), ("copies", "shards"))
+            copy_group, shard_group = parts.get_group("copies"), parts.get_group("shards")
+        return (
+            Axis("copies", copies, replicas.rank // shard, copy_group if copies > 1 else None),
+            Axis("shards", shard, replicas.rank % shard, shard_group if shard > 1 else None),
+        )
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())}, rank={self.rank})"

@@ -6,7 +6,9 @@ module. What no layer claims is replicated, and every rank's gradient of it is a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,14 @@ from torch import Tensor, nn
 from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.mesh import Axis
 from megalite.parallel.sharding import Shard
+
+
+class Piece(NamedTuple):
+    """Of a parameter's gradient what a rank has: where it begins in the flattened parameter, and a view of it."""
+
+    name: str
+    start: int
+    grad: Tensor
 
 
 def shard_table(module: nn.Module, axis: Axis) -> dict[str, Shard]:
@@ -71,6 +81,21 @@ def fill(parameter: Tensor, shard: Shard, rank: int, draw: Callable[[Tensor], Te
     parameter.copy_(cut(draw(torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)), shard, rank))
 
 
+def after_gradient(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Call `method(parameter)` whenever a backward has added to the gradient, as long as the method's object is there.
+
+    PyTorch keeps a hook as long as the parameter, and garbage collection does not see through: process groups that the
+    object has would never end.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (method := reference()) is not None:
+            method(parameter)
+
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[tuple[str, Tensor]], table: Mapping[str, Shard], axis: Axis) -> None:
     """Sum over `axis` the gradients of which each rank holds only a summand, all in one all_reduce.
@@ -78,28 +103,36 @@ def sum_partial_gradients(parameters: Iterable[tuple[str, Tensor]], table: Mappi
     The parts that several ranks hold of a parameter whose Shard is `partial` are laid in one flat buffer, each part in
     a place of its own, so that a norm's weight (one part) and replicated kv heads (a part a head) take the same way.
     """
-    if axis.size == 1:
-        return
+    if axis.size > 1:
+        sum_partial_pieces(whole_pieces(parameters), table, axis)
+
+
+def whole_pieces(parameters: Iterable[tuple[str, Tensor]]) -> list[Piece]:
+    """The gradients of parameters that have one, each in one piece."""
+    pieces = []
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+            pieces.append(Piece(name, 0, parameter.grad.view(-1)))
+    return pieces
+
+
+@torch.no_grad()
+def sum_partial_pieces(pieces: Iterable[Piece], table: Mapping[str, Shard], axis: Axis) -> None:
+    """`sum_partial_gradients` of what a rank has of gradients that are cut, alike on all ranks of the axis."""
     places: list[tuple[Tensor, int]] = []  # a view of a gradient, and where it goes in the buffer
     end = 0
-    for name, parameter in parameters:
-        shard = table[name]
-        if not shard.partial or parameter.grad is None:
-            continue
-        grad = parameter.grad
-        local = 0
-        for block in shard.blocks:
-            copies = axis.size // block.parts
-            if copies > 1:
-                rows = grad.narrow(shard.dim, local, block.rows) if shard.shape else grad
-                places.append((rows, end + axis.rank // copies * rows.numel()))
-                end += block.parts * rows.numel()
-            local += block.rows
+    for name, start, grad in pieces:
+        for first, last, parts in table[name].partial_ranges():
+            values = grad[max(0, first - start) : max(0, last - start)]
+            if len(values):
+                places.append((values, end + axis.rank * parts // axis.size * len(values)))
+                end += parts * len(values)
     if not places:
         return
     buffer = places[0][0].new_zeros(end)
-    for rows, start in places:
-        buffer[start : start + rows.numel()].copy_(rows.flatten())
+    for values, start in places:
+        buffer[start : start + len(values)].copy_(values)
     buffer = issue_all_reduce(buffer, axis).wait()
-    for rows, start in places:
-        rows.copy_(buffer[start : start + rows.numel()].view_as(rows))
+    for values, start in places:
+        values.copy_(buffer[start : start + len(values)])

@@ -16,7 +16,8 @@ No torch here: everything is arithmetic on integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -98,6 +99,35 @@ class Shard:
             local += block.rows
             whole += block.size
         return pieces
+
+    def ranges(self, rank: int) -> list[tuple[int, int, int]]:
+        """Of the flattened local tensor from where to where it is held by how many ranks: (start, stop, copies).
+
+        Padding is left out where the number changes; its gradient is zero.
+        """
+        pieces = self.pieces(rank)
+        if len({piece.copies for piece in pieces}) <= 1:
+            return [(0, math.prod(self.local_shape), piece.copies) for piece in pieces[:1]]
+        return [(*run, piece.copies) for piece in pieces for run in self._runs(piece.local, piece.rows)]
+
+    def partial_ranges(self) -> list[tuple[int, int, int]]:
+        """Likewise, of what several ranks hold and each computes a summand of: (start, stop, parts of the block)."""
+        found, local = [], 0
+        for block in self.blocks if self.partial else ():
+            if block.parts < self.ranks:
+                found += [(*run, block.parts) for run in self._runs(local, block.rows)]
+            local += block.rows
+        return found
+
+    def _runs(self, local: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Where rows of `dim` lie in the flattened local tensor: in one run, or, unless it is dim 0, several."""
+        if not self.shape:
+            yield 0, 1
+            return
+        inner = math.prod(self.shape[self.dim + 1 :])
+        for outer in range(math.prod(self.shape[: self.dim])):
+            start = (outer * self.local_shape[self.dim] + local) * inner
+            yield start, start + rows * inner
 
 
 def split_evenly(size: int, axis: str, ranks: int, what: str) -> int:

@@ -20,13 +20,16 @@ from megalite.model.gpt import GPT
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.in_flight import issue_all_reduce, issue_swap
 from megalite.parallel.mesh import Axis, Mesh
-from megalite.parallel.parameters import sum_partial_gradients
+from megalite.parallel.parameters import Piece, sum_partial_pieces, whole_pieces
 from megalite.parallel.sharding import Shard
+from megalite.parallel.zero import ShardedParameters
+
+Buckets = GradientBuckets | ShardedParameters
 
 
 def finish_gradients(
     model: GPT,
-    buckets: GradientBuckets,
+    buckets: Buckets,
     table: Mapping[str, Shard],
     mesh: Mesh,
     clip: float,
@@ -37,49 +40,57 @@ def finish_gradients(
     ends: the pp ranks of the first stage and of the last
     """
     buckets.finish()
-    sum_partial_gradients(model.named_parameters(), table, mesh.tp)
     if model.config.tied and ends[0] != ends[1]:
-        sum_tied_gradients(model, mesh.pp, ends)
-    norm = gradient_norm(model, table, mesh)
+        sum_tied_gradients(model, mesh.pp, ends, buckets)
+    pieces = pieces_of(model, buckets)
+    if mesh.tp.size > 1:
+        sum_partial_pieces(pieces, table, mesh.tp)
+    norm = gradient_norm(model, table, mesh, buckets)
     if clip and norm > clip:  # false for NaN, which the caller refuses
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip / (norm + 1e-6))
+        torch._foreach_mul_([piece.grad for piece in pieces], clip / (norm + 1e-6))
     return norm
 
 
+def pieces_of(model: GPT, buckets: Buckets | None) -> list[Piece]:
+    """What this rank has of the gradients of its parameters: all, or its slices."""
+    if not isinstance(buckets, ShardedParameters):
+        return whole_pieces(model.named_parameters())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [Piece(names[parameter], start, grad) for parameter, start, grad in buckets.pieces()]
+
+
 @torch.no_grad()
-def sum_tied_gradients(model: GPT, pp: Axis, ends: tuple[int, int]) -> None:
+def sum_tied_gradients(model: GPT, pp: Axis, ends: tuple[int, int], buckets: Buckets | None = None) -> None:
     """Sum the gradients of the embedding over the two ranks that hold it; every rank of pp calls it."""
     if pp.rank not in ends:
         issue_swap(torch.empty(0, dtype=model.dtype, device=next(model.parameters()).device), pp, pp.rank).wait()
         return
     assert model.embedding is not None
     weight = model.embedding.weight
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    weight.grad += issue_swap(weight.grad, pp, sum(ends) - pp.rank).wait()
+    if isinstance(buckets, ShardedParameters):  # it is alone in its bucket, so that slices are alike at both ends
+        grad = buckets.gradient_of(weight)
+    else:
+        grad = weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    grad += issue_swap(grad, pp, sum(ends) - pp.rank).wait()
 
 
 @torch.no_grad()
-def gradient_norm(model: GPT, table: Mapping[str, Shard], mesh: Mesh) -> float:
+def gradient_norm(model: GPT, table: Mapping[str, Shard], mesh: Mesh, buckets: Buckets | None = None) -> float:
     """The 2-norm of the whole model's gradient: a part that several ranks hold counts once."""
     slices: list[Tensor] = []
     copies: list[int] = []
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None or (name == "embedding.weight" and model.has_copy_of_embedding):
+    for name, start, grad in pieces_of(model, buckets):
+        if name == "embedding.weight" and model.has_copy_of_embedding:
             continue
-        shard = table[name]
-        pieces = shard.pieces(mesh.tp.rank)
-        if len({piece.copies for piece in pieces}) == 1:  # all alike: the padding's gradient is zero
-            slices.append(parameter.grad)
-            copies.append(pieces[0].copies)
-        else:
-            slices += [parameter.grad.narrow(shard.dim, piece.local, piece.rows) for piece in pieces]
-            copies += [piece.copies for piece in pieces]
+        for first, last, held in table[name].ranges(mesh.tp.rank):
+            slices.append(grad[max(0, first - start) : max(0, last - start)])
+            copies.append(held)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     if slices:
         norms = torch.stack(torch._foreach_norm(slices)).double()
         total += (norms.square() / torch.tensor(copies, device=norms.device)).sum()
-    for axis in (mesh.tp, mesh.pp):
+    shards = (buckets.shards,) if isinstance(buckets, ShardedParameters) else ()
+    for axis in (*shards, mesh.tp, mesh.pp):
         if axis.size > 1:
             total = issue_all_reduce(total, axis).wait()
     return math.sqrt(total.item()) if total.isfinite() else math.nan

@@ -71,7 +71,7 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
     local_ranks: how many ranks this machine has; None: all
     """
     train, sizes = config.train, config.mesh
-    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     positions = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
     speaks = mesh.rank == 0
     data = open_data(config)

@@ -5,20 +5,27 @@ Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019); group
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from megalite.config import OptimizerConfig
 
 
-def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model`, in two groups."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def matrices_of(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """The trainable parameters of a model, and which of them are matrices."""
+    return [(p, p.ndim >= 2) for p in model.parameters() if p.requires_grad]
+
+
+def adamw(stepped: Iterable[tuple[nn.Parameter, bool]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over what is stepped, in two groups. stepped: parameters, or flat slices of some, and whether they decay"""
+    stepped = list(stepped)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, decays in stepped if decays], "weight_decay": config.weight_decay},
+        {"params": [p for p, decays in stepped if not decays], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    fused = all(p.device.type in ("cpu", "cuda") for p, _ in stepped)
     return torch.optim.AdamW(
         [g for g in groups if g["params"]],
         lr=config.lr,

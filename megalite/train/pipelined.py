@@ -21,6 +21,7 @@ from megalite.parallel.pipeline.executor import Pipeline
 from megalite.parallel.pipeline.generators import one_after_another
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.plan.stages import Stages
+from megalite.train.gradients import Buckets
 
 ALIGN_EVERY = 60.0  # seconds; the clocks of two machines are then apart by less than a millisecond
 
@@ -46,7 +47,7 @@ class PipelinedGPT:
     schedule: None on a mesh without pp   buckets: gradients that travel over dp × sp while the pipeline drains
     """
 
-    def __init__(self, model: GPT, schedule: Schedule | None = None, buckets: GradientBuckets | None = None) -> None:
+    def __init__(self, model: GPT, schedule: Schedule | None = None, buckets: Buckets | None = None) -> None:
         self.model, self.pp, self.buckets = model, model.mesh.pp, buckets or GradientBuckets((), Axis())
         self.schedule = schedule or one_after_another((0,), 1)
         stages = self.schedule.stages_of(self.pp.rank)
@@ -129,8 +130,8 @@ class PipelinedGPT:
         y = self.model(**self._batch[microbatch], part=part, x=x)
         return y / self._count if part.head else y
 
-    def _complete(self, stage: int) -> None:
-        self.buckets.complete(self.model.parameters_of(self.parts[stage]))
+    def _complete(self, stage: int, last: bool) -> None:
+        self.buckets.complete(self.model.parameters_of(self.parts[stage]), last)
 
     def _shape(self, stage: int, microbatch: int) -> tuple[int, int]:
         return self.model.x_shape(self._batch[microbatch]["tokens"])

@@ -11,20 +11,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megalite.config import Config, OptimizerConfig
 from megalite.errors import NumericError
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, Part
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce
 from megalite.parallel.mesh import Axis, Mesh, coordinates, rank_at
 from megalite.parallel.parameters import shard_table
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.vocab import IGNORE_INDEX
+from megalite.parallel.zero import ShardedParameters
 from megalite.plan.stages import plan_stages
-from megalite.train.gradients import finish_gradients
-from megalite.train.optimizer import adamw
+from megalite.train.gradients import Buckets, finish_gradients, pieces_of
+from megalite.train.optimizer import adamw, matrices_of
 from megalite.train.pipelined import Microbatch, PipelinedGPT, parts_of
 
 
@@ -44,6 +46,7 @@ class TrainStep:
 
     micro_batch: sequences at once; 0: the whole share   bucket_mb: see GradientBuckets
     schedule: of the mesh's pp ranks, whose stages the model's parts are; None without pp
+    zero: 1 divides the optimizer's state over mesh.shards, 2 gradients too (parallel/zero.py)
     """
 
     def __init__(
@@ -55,14 +58,15 @@ class TrainStep:
         micro_batch: int = 0,
         z_loss: float = 0.0,
         bucket_mb: float = 25.0,
+        zero: int = 0,
     ) -> None:
         self.model, self.mesh, self.config = model, model.mesh, config
         self.micro_batch, self.z_loss = micro_batch, z_loss
         self.table = shard_table(model, self.mesh.tp)
-        tied_here = [model.embedding.weight] if model.config.tied and len(model.parts) > 1 and model.embedding else []
-        self.buckets = GradientBuckets(model.parameters(), self.mesh.replicas, bucket_mb, shared=tied_here)
+        self.buckets = _buckets(model, zero, bucket_mb)
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
-        self.optimizer = adamw(model, config)
+        stepped = self.buckets.masters if isinstance(self.buckets, ShardedParameters) else matrices_of(model)
+        self.optimizer = adamw(stepped, config)
         self.steps = 0
 
     @classmethod
@@ -76,6 +80,7 @@ class TrainStep:
             micro_batch=config.train.micro_batch,
             z_loss=config.train.z_loss,
             bucket_mb=config.mesh.bucket_mb,
+            zero=config.mesh.zero,
         )
 
     def __call__(
@@ -89,6 +94,8 @@ class TrainStep:
             group["lr"] = self.config.lr if lr is None else lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.buckets, ShardedParameters):
+            self.buckets.publish()
         self.steps += 1
         return StepResult(loss, norm, count)
 
@@ -123,12 +130,32 @@ class TrainStep:
     def _check_gradient(self, norm: float) -> None:
         if math.isfinite(norm):
             return
-        grads = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
-        bad = next((name for name, grad in grads if not grad.isfinite().all()), "none held by this rank")
+        pieces = pieces_of(self.model, self.buckets)
+        bad = next((piece.name for piece in pieces if not piece.grad.isfinite().all()), "none held by this rank")
         raise NumericError(
             f"the gradient is no number at step {self.steps + 1} on rank {self.mesh.rank}, first in {bad}; the weights "
             f"are those of step {self.steps}; a lower optimizer.lr or more optimizer.warmup may do"
         )
+
+
+def _buckets(model: GPT, zero: int, bucket_mb: float) -> Buckets:
+    """How gradients are summed over replicas: whole, or into slices, of which the weights are stepped."""
+    mesh, half = model.mesh, model.dtype in (torch.float16, torch.bfloat16)
+    tied = [model.embedding.weight] if model.config.tied and model.embedding is not None else []
+    if not zero and not half:
+        shared = tied if len(model.parts) > 1 else []
+        return GradientBuckets(model.parameters(), mesh.replicas, bucket_mb, shared=shared)
+    shards, copies = (mesh.shards, mesh.copies) if zero else (Axis(), mesh.replicas)
+    shared = tied if len(model.parts) > 1 or mesh.pp.size > 1 else []
+    sharded = ShardedParameters(
+        model.parameters(), shards, copies, stage=max(1, zero), bucket_mb=bucket_mb, shared=shared
+    )
+    for module in (model.embedding, model.positions, *model.blocks):
+        if module is not None:
+            sharded.wait_before(module, list(module.parameters()))
+    if model.norm is not None:  # the head's weight is read right after it, and not by a module
+        sharded.wait_before(model.norm, list(model.parameters_of(Part(range(0), embedding=False, head=True))))
+    return sharded
 
 
 def _over(axis: Axis, value: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     """Run the (shrunk) config on its mesh and on the mesh of one: rows of relative errors, the same on every rank."""
     torch.set_default_dtype(torch.float64)
     sizes = config.mesh
-    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses)
+    mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     batch = _drawn(config)
     expected, _ = _run(replace(config, mesh=MeshConfig(1, microbatches=1)), Mesh(), batch, device)
     actual, step = _run(config, mesh, batch, device)

@@ -368,7 +368,7 @@ class Drained:
             {number: stage(number) for number in stages},
             torch.device("cpu"),
             accumulating=buckets.accumulating,
-            complete=lambda number: buckets.complete(parts[number].parameters()),
+            complete=lambda number, last: buckets.complete(parts[number].parameters(), last),
         )
         compute = executing._Run.compute
 

@@ -47,7 +47,7 @@ class Pipeline:
         what the stage before made; `y` has the shape and dtype that `step` is told, and is one number of the last stage
     accumulating: a context around each backward; `True` where it is the last that reaches the stage's weights, as
         GradientBuckets.accumulating wants to know
-    complete: is told the stage whose weight gradients are all there, once a step
+    complete: is told a stage after each microbatch's last backward, and whether it was the stage's last of the step
 
     All ranks of the process group make it at the same time. Raises ValueError of one line where these do not fit.
     """
@@ -60,7 +60,7 @@ class Pipeline:
         device: torch.device,
         *,
         accumulating: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
-        complete: Callable[[int], None] = lambda stage: None,
+        complete: Callable[[int, bool], None] = lambda stage, last: None,
     ) -> None:
         check(schedule)
         if len(schedule.ranks) != axis.size:
@@ -124,8 +124,8 @@ class _Run:
             self._forward(action)
         else:
             self._backward(action)
-        if kind != "F" and pipeline._final[action.stage] == action:
-            pipeline._complete(action.stage)
+        if kind in ("W", "BW"):
+            pipeline._complete(action.stage, pipeline._final[action.stage] == action)
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action

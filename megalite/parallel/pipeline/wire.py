@@ -56,7 +56,7 @@ class Wire:
         self._peers: dict[int, _Peer] = {}
         self._staged = axis.group is not None and device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
         self._lanes: dict[tuple[int, int], int] = lanes(self._routes) if axis.overlaps else {}
-        self._groups = _groups(axis.group, max(self._lanes.values(), default=-1) + 1)
+        self._groups = _groups(axis.group, 1 + max(self._lanes.values())) if axis.group and self._lanes else []
         self._connect()
 
     def begin(self, shapes: Shapes, dtype: torch.dtype) -> None:
@@ -142,10 +142,8 @@ def lanes(routes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
 
 
 @cache
-def _groups(group: dist.ProcessGroup | None, number: int) -> list[dist.ProcessGroup]:
+def _groups(group: dist.ProcessGroup, number: int) -> list[dist.ProcessGroup]:
     """So many more groups of the same ranks; all ranks of the process group take part, each with its own `group`."""
-    if group is None or number == 0:
-        return []
     rows: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(group))
     every = [list(row) for row in sorted({tuple(row) for row in rows})]

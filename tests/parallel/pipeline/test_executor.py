@@ -354,7 +354,7 @@ def test_evaluation_keeps_nothing():
 
 
 @pytest.mark.ranks(2)
-def test_the_last_backward_of_a_stage_is_announced_and_then_its_gradients_are_complete():
+def test_every_backward_of_a_stage_is_announced_and_the_last_one_of_a_step_as_that():
     for make in SCHEDULES.values():
         schedule = make(2, 3)
         events = []
@@ -368,7 +368,7 @@ def test_the_last_backward_of_a_stage_is_announced_and_then_its_gradients_are_co
         pipeline, model = pipeline_of(
             schedule,
             accumulating=accumulating,
-            complete=lambda stage, events=events: events.append(("complete", stage)),
+            complete=lambda *stage_and_last, events=events: events.append(stage_and_last),
         )
         with around_actions(before=events.append):
             pipeline.step(model.shape, torch.float64)
@@ -379,8 +379,8 @@ def test_the_last_backward_of_a_stage_is_announced_and_then_its_gradients_are_co
             expected.append(action)
             if action.kind in ("B", "BW"):
                 expected += [("last" if final and action.kind == "BW" else "more", None), ("done", None)]
-            if final:
-                expected.append(("complete", action.stage))
+            if action.kind in ("W", "BW"):
+                expected.append((action.stage, final))
         assert events == expected
 
 
