@@ -51,11 +51,14 @@ def activation_terms(
     heads, kv_heads = model.heads // mesh.tp, max(1, model.kv_heads // mesh.tp)
     ffn = model.ffn // mesh.tp
     wide = max(4, size)
+    ulysses = mesh.ulysses > 1
+    # parts of the projection's result, which has padding, unless rope or the exchange makes them anew
+    of_qkv = tokens if ulysses or model.positions == "rope" else padded
     terms = {
         "x": size * residual * model.hidden,
         "statistics": wide * residual * 2 * (1 if model.norm == "rmsnorm" else 2),
         "qkv input": size * padded * model.hidden,
-        "q, k, v": size * tokens * (heads + 2 * _travelling(heads, kv_heads, mesh.ulysses)) * model.head_dim,
+        "q, k, v": size * of_qkv * (heads + 2 * _travelling(heads, kv_heads, mesh.ulysses)) * model.head_dim,
         "attention": size * tokens * heads * model.head_dim,
         "log-sum-exp": wide * tokens * heads,
         "sum": size * residual * model.hidden,
@@ -63,7 +66,7 @@ def activation_terms(
         "up": size * padded * ffn * (2 if model.gated else 1),
         "activation": size * padded * ffn,
     }
-    if mesh.ulysses > 1 or padded > tokens:  # it is kept before the exchange, or without padding, and after it
+    if ulysses or padded > tokens:  # it is kept before the exchange, or without padding, and after it
         terms["attention"] += size * padded * heads * model.head_dim
     if recompute == "selective":
         del terms["activation"]

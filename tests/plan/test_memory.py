@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megalite.config import MeshConfig, ModelConfig
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
+from megalite.model.recompute import Keeping, _on_host
 from megalite.parallel.mesh import Mesh
 from megalite.plan.memory import activation_bytes, activation_terms
 from megalite.testing import run_ranks
@@ -31,19 +32,24 @@ RECOMPUTE = ("none", "selective", "full")
 ONE = MeshConfig(dp=1, ulysses=1)
 
 
+def storages_of(tree):
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 class Storages(TorchDispatchMode):
     """Of everything that operators make within: what is still alive, in bytes."""
 
-    def __init__(self, model):
+    def __init__(self):
         super().__init__()
-        self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        self.made = {}
+        self.made, self.given = {}, {}  # what was given is held, so that its address is not given anew
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for storage in storages_of((args, kwargs)):
+            if storage._cdata not in self.made or self.made[storage._cdata][0].expired():
+                self.given[storage._cdata] = storage
         result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.weights:
+        for storage in storages_of(result):
+            if storage._cdata not in self.given:
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
@@ -60,7 +66,7 @@ def measured(config, mesh, batch, length, dtype, **further):
             model = GPT(dataclasses.replace(config, layers=layers), mesh, **further)
             tokens = torch.randint(config.vocab_size, (batch, length))
             model(tokens, tokens)  # makes the context that later calls take
-            with Storages(model) as storages:
+            with Storages() as storages:
                 loss = model(tokens, tokens)
             # gloo's threads let go of what they sent a little after it has arrived
             alive.append(min(storages.alive() for _ in range(10) if mesh.size == 1 or not time.sleep(0.02)))
@@ -118,6 +124,58 @@ def test_every_second_block():
     few = [measured(LLAMA, Mesh(), 2, 32, torch.float32, recompute="full", recompute_every=every) for every in (1, 2)]
     whole, input_alone = (activation_bytes(LLAMA, ONE, 64, recompute, 4) for recompute in ("none", "full"))
     assert few == [input_alone, (whole + input_alone) / 2]  # the second of three keeps all
+
+
+class Post:
+    """In place of the way to a host's memory and back: counts, and what it holds is no tensor."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.sent, self.fetched = 0, 0
+
+    def to_host(self, x):
+        self.sent += x.nbytes
+        return x.numpy().copy()
+
+    def to_device(self, held):
+        self.fetched += 1
+        return torch.from_numpy(held.copy())
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("model", ["llama, grouped queries", "gpt2"])
+def test_offloaded_activations_travel_once_leave_nothing_behind_and_weights_stay(monkeypatch, model, recompute):
+    config, posts, around = dataclasses.replace(MODELS[model], layers=3), [], Keeping.around
+
+    def by_post(self, block, forward, x, *more):
+        posts.append(Post())
+        with _on_host(posts[-1], block.parameters()):
+            return around(self, block, forward, x, *more)
+
+    tokens = torch.randint(101, (2, 32))
+    plain, other = GPT(config), GPT(config, recompute=recompute)
+    plain(tokens, tokens)  # makes the context that later calls take
+    with Storages() as kept:
+        expected = plain(tokens, tokens)
+    kept = kept.alive()
+    monkeypatch.setattr(Keeping, "around", by_post)
+    other(tokens, tokens)
+    posts.clear()
+    with Storages() as left:
+        loss = other(tokens, tokens)
+    assert left.alive() == kept - 3 * activation_bytes(config, ONE, 64, "none", 4)
+
+    more = 4 * 64 * config.hidden  # the result of attention is kept in two shapes
+    more += 4 * 32 * config.head_dim if config.positions == "rope" else 0  # cos and sin
+    sent = activation_bytes(config, ONE, 64, recompute, 4) + (0 if recompute == "full" else more)
+    assert [(post.sent, post.fetched) for post in posts] == [(sent, 0)] * 3
+
+    loss.backward()
+    expected.backward()
+    assert all(post.fetched for post in posts)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(other.get_parameter(name).grad, parameter.grad), name
 
 
 def test_it_is_korthikantis_count_without_dropout_masks():
