@@ -168,6 +168,7 @@ def _opening(config: Config, model: GPT, data: Splits, entropy: float, device: t
     size = config.mesh
     cut = f"{_sequence_cut(config)}\n" if size.sp > 1 else ""
     cut += f"{plan_stages(config)}\n" if size.pp > 1 else ""
+    cut += f"{_zero(config)}\n" if size.zero else ""
     tokens = sum(len(file) for file in data.files)
     return (
         f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
@@ -184,6 +185,16 @@ def _sequence_cut(config: Config) -> str:
     reason = f" (by {each} kv head{'s' * (each > 1)} a rank)" if mesh.ulysses == mesh.chosen_ulysses(kv_heads) else ""
     layout = f", {mesh.layout}" if mesh.ring > 1 else ""
     return f"sp {mesh.sp} = ring {mesh.ring} × ulysses {mesh.ulysses}{reason}{layout}"
+
+
+def _zero(config: Config) -> str:
+    """Over how many ranks what is divided, or that nothing is."""
+    mesh = config.mesh
+    shards = mesh.shard or mesh.dp * mesh.sp
+    if shards == 1:
+        return f"mesh.zero={mesh.zero} has no effect: {'mesh.shard=1' if mesh.shard else 'dp × sp = 1'} divides nothing"
+    copies = mesh.dp * mesh.sp // shards
+    return f"zero {mesh.zero} over {shards} ranks" + (f", in {copies} groups that do likewise" if copies > 1 else "")
 
 
 def _closing(line: dict[str, float], entropy: float, config: Config, recorder: Recorder | None) -> str:
