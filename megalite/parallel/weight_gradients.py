@@ -42,6 +42,7 @@ def taking(later: bool = False) -> Iterator[list[Factors]]:
     """Around forward and backward of linears: `weight.grad` is added to in place, or with `later` by `add` afterwards.
 
     Yields the list of what was put off. A forward within may have its backward in another `taking()`, never outside.
+    Hooks on the gradients of these weights are not called.
     """
     global _taken, _later
     before = _taken, _later
