@@ -14,6 +14,7 @@ memory    the most bytes of activations that live at once, and the peak of a pro
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -171,7 +172,8 @@ def report_bubble(rounds: int, pairs: list[str], steps: int = 20) -> None:
 
 
 def executor_overhead(name: str, steps: int, microbatches: int = 64) -> list[float]:
-    """Microseconds an action of this rank besides the stages': on the clock, and of this thread's CPU time."""
+    """Microseconds an action of this rank besides the stages': on the clock, where waiting for tiny messages is most of
+    it; of this thread's CPU time; and between two actions in the median, where half of them wait for nothing."""
     ranks = dist.get_world_size()
     mesh, schedule = Mesh(pp=ranks), GENERATORS[name](ranks, microbatches)
     weight, first = nn.Parameter(torch.eye(8)), torch.ones(4, 8)
@@ -191,7 +193,8 @@ def executor_overhead(name: str, steps: int, microbatches: int = 64) -> list[flo
         pipeline.step(lambda stage, microbatch: (4, 8), torch.float32)
         wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
         inside = sum(end - start for start, end in pipeline.marks)
-        seen.append([1e6 * (whole - inside) / len(pipeline.marks) for whole in (wall, cpu)])
+        between = statistics.median(after[0] - before[1] for before, after in itertools.pairwise(pipeline.marks))
+        seen.append([*(1e6 * (whole - inside) / len(pipeline.marks) for whole in (wall, cpu)), 1e6 * between])
         weight.grad = None
     return [statistics.median(times) for times in zip(*seen[2:], strict=True)]
 
@@ -221,10 +224,10 @@ def timing_costs(schedule: str, steps: int) -> list[float]:
 
 
 def report_overhead(rounds: int, pairs: list[str]) -> None:
-    print("\noverhead: of the executor, microseconds an action besides the stages' (on the clock / CPU of the thread)")
+    print("\noverhead: of the executor, microseconds an action besides the stages' (clock / CPU / median gap)")
     for ranks, name in ((1, "gpipe"), (2, "gpipe"), (2, "1f1b"), (2, "zb-h1"), (2, "zb-v")):
         found = run_ranks(executor_overhead, ranks, name, rounds, timeout=600)
-        each = "  ".join(f"rank {r}: {wall:5.0f} / {cpu:5.0f}" for r, (wall, cpu) in enumerate(found))
+        each = "  ".join(f"rank {r}: " + " / ".join(f"{x:4.0f}" for x in of) for r, of in enumerate(found))
         print(f"  {ranks} rank{'s' * (ranks > 1):1} {name:8} {each}")
     print("overhead: of timing, % of a step on rank 0")
     for schedule in FORMULAS:
