@@ -56,7 +56,7 @@ def context(
     layout: str,
     keep_kv: bool,
 ) -> Context:
-    """Of this rank's `tokens` `[b, s / sp]` and `documents` likewise; the tables in `dtype`; the others: see `core`."""
+    """Of this rank's `tokens` `[b, s / sp]` and `documents` likewise; q and k have `dtype`; the others: see `core`."""
     batch, length = tokens.shape
     own = own_positions(layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, length * mesh.sp.size)
     positions = torch.from_numpy(own).to(tokens.device)

@@ -37,6 +37,7 @@ from megalite.parallel.sequence import applied_to_own_tokens
 from megalite.parallel.sharding import split_evenly
 from megalite.parallel.vocab import (
     IGNORE_INDEX,
+    LookupTable,
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_linear_cross_entropy,
@@ -102,7 +103,7 @@ class GPT(nn.Module):
             if embeds or (predicts and config.tied):
                 self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden, tp, sequence_dim=dim)
             if embeds and config.positions == "learned":
-                self.positions = nn.Embedding(config.max_seq_len, config.hidden)
+                self.positions = LookupTable(config.max_seq_len, config.hidden)
             self.blocks = nn.ModuleList()  # of all layers, None where another rank has it
             for layer in range(config.layers):
                 keeping = held.get(layer, others)

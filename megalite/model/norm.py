@@ -50,14 +50,26 @@ class _RMSNorm(Function):
         along = grad * unit
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (along @ weight.to(along.dtype)).div_(x.shape[-1]).unsqueeze(-1)
-        return (grad * weight).sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
+        return (grad.to(along.dtype) * weight).sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
 
 
-NORMS = (RMSNorm, nn.LayerNorm)
+class LayerNorm(nn.LayerNorm):
+    """`(x − mean) / √(variance + eps) · weight + bias`, statistics and sums in float32 or better. x: `[..., d]`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.device.type != "cpu" or input.dtype not in (torch.float16, torch.bfloat16):
+            return super().forward(input)
+        # there PyTorch sums the gradients of the weights of half-precision input in half precision
+        bias = None if self.bias is None else self.bias.float()
+        y = F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), bias, self.eps)
+        return y.to(input.dtype)
+
+
+NORMS = (RMSNorm, LayerNorm)
 
 
 def norm(config: ModelConfig) -> nn.Module:
     """The norm that the config asks for, over its hidden size."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_eps)
-    return nn.LayerNorm(config.hidden, config.norm_eps, bias=config.bias)
+    return LayerNorm(config.hidden, config.norm_eps, bias=config.bias)

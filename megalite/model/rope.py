@@ -1,6 +1,7 @@
 """Rotary position embedding: each pair (i, i + e/2) of a head turns by position · θ^(−2i/e).
 
-Angles are computed in float64 and rounded once. Heads are laid out in halves, as Hugging Face's Llama has them.
+Angles are computed in float64 and rounded once; q and k of half precision are turned in float32 and rounded once too.
+Heads are laid out in halves, as Hugging Face's Llama has them.
 
 Source: Su et al., RoFormer (2021), §3.2.2.
 """
@@ -17,11 +18,12 @@ from megalite.config import ModelConfig
 
 
 def rotary(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[s, 1, e/2]` of the angles at `positions` `[s]`."""
+    """cos and sin `[s, 1, e/2]` of the angles at `positions` `[s]`, to turn what is of `dtype`: float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
     angle = torch.outer(positions.double(), frequency).unsqueeze(1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(wide), angle.sin().to(wide)
 
 
 def rotated_qkv(
@@ -59,7 +61,10 @@ class _RotatedQKV(Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     first, second = x.chunk(2, -1)
-    to_first, to_second = out.chunk(2, -1)
+    wide = out if out.dtype == cos.dtype else torch.empty_like(out, dtype=cos.dtype)
+    to_first, to_second = wide.chunk(2, -1)
     # in place on views rather than by out=, which torch.compile takes for contiguous tensors only
     to_first.copy_(first).mul_(cos).addcmul_(second, sin, value=-1)
     to_second.copy_(second).mul_(cos).addcmul_(first, sin)
+    if wide is not out:
+        out.copy_(wide)

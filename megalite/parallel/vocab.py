@@ -67,11 +67,11 @@ class VocabParallelEmbedding(_VocabTable):
     def forward(self, tokens: Tensor) -> Tensor:
         _check_range(tokens, self.words, "token ids")
         if self.axis.size == 1:
-            return F.embedding(tokens, self.weight)
+            return lookup(self.weight, tokens)
         rows = self.weight.shape[0]
         own = tokens - self.axis.rank * rows
         elsewhere = (own < 0) | (own >= rows)
-        y = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        y = lookup(self.weight, own.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.sequence_dim is None:
             return reduce(y, self.axis)
         return reduce_scatter(y, self.axis, self.sequence_dim)
@@ -85,6 +85,33 @@ class VocabParallelHead(_VocabTable):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+class LookupTable(nn.Embedding):
+    """`nn.Embedding` by `lookup`: held whole by every rank."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return lookup(self.weight, input)
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table `[V, d]`: `[...]` ─▶ `[..., d]`. Gradients of equal ids are summed in float32 or float64."""
+    summed_narrow = table.device.type == "cpu" and table.dtype in (torch.float16, torch.bfloat16)  # by PyTorch there
+    return _Lookup.apply(table, ids) if summed_narrow else F.embedding(ids, table)
+
+
+class _Lookup(Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        whole = torch.ops.aten.embedding_dense_backward(grad.float(), ids, ctx.rows, -1, False)
+        return whole.to(grad.dtype), None
 
 
 def vocab_parallel_cross_entropy(
