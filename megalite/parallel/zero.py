@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2, and master weights: what replicas hold alike is divided among them.
+"""ZeRO 1, 2 and 3, and master weights: what replicas hold alike is divided among them.
 
     gradients ─ reduce_scatter ─▶ own slice ─ optimizer ─▶ own slice of the weights ─ all_gather ─▶ weights
 
@@ -9,6 +9,7 @@ gradients are summed in float32.
 stage   divided                         a bucket's gradients travel
 1       optimizer state, masters        in the last backward of a step
 2       gradients too                   in every backward; only own slices stay
+3       weights too                     likewise; weights are gathered where they are read, see gathered.py
 
 With fewer shards than replicas (HSDP) the slices are summed over `copies` as well, the ranks that own the same ones.
 
@@ -17,12 +18,13 @@ Source: Rajbhandari et al., ZeRO (2020), §5; flat buffers: Megatron-LM's distri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel.gathered import Flat, Gathering, Unit, readers_in
 from megalite.parallel.in_flight import (
     Pending,
     issue_all_gather_into,
@@ -41,10 +43,12 @@ class ShardedParameters:
     """Parameters in flat buckets, of which this rank owns and steps a slice.
 
     parameters: equal on all replicas, and in the same order; every backward reaches them in the same order too
-    shards: over which they are divided   copies: over which slices are summed as well   stage: 1 or 2
+    shards: over which they are divided   copies: over which slices are summed as well   stage: 1, 2 or 3
     bucket_mb: MiB of gradients that travel together
     shared: those whose gradient comes in several backwards of a microbatch, or that another rank holds too: each has a
         bucket of its own, and travels in `finish`
+    units: of stage 3, in the order of a forward, for each part of the model: what a unit reads has buckets of its own.
+        Weights are whole until they are given here; those of no unit stay so
 
         for i, microbatch in enumerate(microbatches):
             with sharded.accumulating(last=i == len(microbatches) - 1):
@@ -63,17 +67,23 @@ class ShardedParameters:
         stage: int = 1,
         bucket_mb: float = 25.0,
         shared: Collection[nn.Parameter] = (),
+        units: Sequence[Sequence[Unit]] = (),
     ) -> None:
         self.shards, self.copies, self.stage = shards, copies, stage
         apart = {id(parameter) for parameter in shared}
-        self.buckets = _laid_out([p for p in parameters if p.requires_grad], int(bucket_mb * 2**20), apart)
+        if stage < 3 or shards.size == 1:
+            units = ()
+        readers = readers_in(units)
+        trained = [p for p in parameters if p.requires_grad]
+        self.buckets = _laid_out(trained, int(bucket_mb * 2**20), apart, readers)
         self._bucket_of: dict[Tensor, _Bucket] = {}
         for bucket in self.buckets:
-            bucket.own(shards)
+            bucket.own(shards, any(parameter in readers for parameter in bucket.places))
             for parameter in bucket.places:
                 if id(parameter) not in apart:
                     self._bucket_of[parameter] = bucket
                     after_gradient(parameter, self._arrived)
+        self._gathering = Gathering([[(unit, self._flats_of(unit)) for unit in chain] for chain in units])
         self._taking = self._last = False
         self._sent: list[_Bucket] = []
 
@@ -111,6 +121,8 @@ class ShardedParameters:
 
     def finish(self) -> None:
         """Wait until the masters' gradients are sums over all replicas; a parameter that got none counts as zero."""
+        self.wait()  # for weights that nobody read: they are stepped next
+        self._gathering.let_go()
         for bucket in self.buckets:
             for parameter in bucket.places:
                 bucket.take(parameter)
@@ -125,8 +137,19 @@ class ShardedParameters:
 
     def publish(self) -> None:
         """After the optimizer's step: the weights are made of the masters, and travel to the other shards."""
+        self._gathering.let_go()
         for bucket in self.buckets:
             bucket.publish(self.shards)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Around reading weights outside a forward: all of them are here, those of every shard's last step.
+
+        All ranks of the shards enter it together. Forwards within gather nothing, so that some ranks alone may do some.
+        """
+        self.wait()
+        with self._gathering.gathered():
+            yield
 
     def wait(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Until these parameters, by default all, are those of every shard's last step."""
@@ -144,9 +167,9 @@ class ShardedParameters:
         if not self._taking or parameter.grad is None:
             return
         bucket = self._bucket_of[parameter]
-        if self._last or self.stage == 2 or bucket.half:  # else it goes on accumulating where it is
+        if self._last or self.stage >= 2 or bucket.half:  # else it goes on accumulating where it is
             bucket.take(parameter)
-        if (self._last or self.stage == 2) and len(bucket.arrived) == len(bucket.places):
+        if (self._last or self.stage >= 2) and len(bucket.arrived) == len(bucket.places):
             self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
@@ -154,6 +177,9 @@ class ShardedParameters:
             self._sent.pop(0).settle()
         bucket.send(self.shards)
         self._sent.append(bucket)
+
+    def _flats_of(self, unit: Unit) -> list[Flat]:
+        return [b.flat for b in self.buckets if b.flat is not None and any(p in b.places for p in unit.parameters)]
 
 
 class _Bucket:
@@ -165,6 +191,7 @@ class _Bucket:
         self.size = 0
         self.arrived: set[nn.Parameter] = set()
         self.coming: Pending | None = None
+        self.flat: Flat | None = None  # where weights are gathered to be read
         self._buffer: Tensor | None = None  # of gradients
         self._pending: Pending | None = None
 
@@ -173,8 +200,11 @@ class _Bucket:
         self.size += parameter.numel()
 
     @torch.no_grad()
-    def own(self, shards: Axis) -> None:
-        """Lay the parameters into one buffer, and make the master of this rank's slice."""
+    def own(self, shards: Axis, gathered: bool) -> None:
+        """Lay the parameters into one buffer, and make the master of this rank's slice.
+
+        gathered: the slice is all that stays
+        """
         first = next(iter(self.places))
         self._whole = first.new_zeros(-(-self.size // shards.size) * shards.size)
         for parameter, start in self.places.items():
@@ -182,6 +212,9 @@ class _Bucket:
             place.copy_(parameter)
             parameter.data = place
         self._own = own_slice(self._whole, shards, 0)
+        if gathered:
+            self._own = self._own.clone()
+            self.flat = Flat(self._whole, self._own, shards)
         self.start = shards.rank * len(self._own)
         self.master = nn.Parameter(self._own.float() if self.half else self._own)
 
@@ -225,7 +258,7 @@ class _Bucket:
     def publish(self, shards: Axis) -> None:
         if self.half:
             self._own.copy_(self.master)
-        if shards.size > 1:
+        if shards.size > 1 and self.flat is None:
             self.coming = issue_all_gather_into(self._whole, self._own, shards)
 
     def pieces(self, shards: Axis) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
@@ -242,14 +275,19 @@ class _Bucket:
         return self._buffer[start : start + parameter.numel()].view_as(parameter)
 
 
-def _laid_out(parameters: list[nn.Parameter], limit: int, apart: Collection[int]) -> list[_Bucket]:
+def _laid_out(
+    parameters: list[nn.Parameter], limit: int, apart: Collection[int], readers: Mapping[nn.Parameter, list[int]]
+) -> list[_Bucket]:
     """Buckets of parameters that are alike, in the order in which backward is done with them."""
     done: list[_Bucket] = []
     filling: dict[tuple, _Bucket] = {}
     for parameter in reversed(parameters):
-        kind = parameter.dtype, parameter.device, parameter.ndim >= 2, id(parameter) * (id(parameter) in apart)
+        units = tuple(readers.get(parameter, ()))
+        alone = id(parameter) * (id(parameter) in apart)
+        kind = parameter.dtype, parameter.device, parameter.ndim >= 2, alone, units
         bucket = filling.get(kind)
-        if bucket is not None and (bucket.size + parameter.numel()) * parameter.element_size() > limit:
+        full = bucket is not None and (bucket.size + parameter.numel()) * parameter.element_size() > limit
+        if full and not units:
             done.append(filling.pop(kind))
             bucket = None
         if bucket is None:

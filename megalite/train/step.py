@@ -8,16 +8,20 @@ are summed from there on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megalite.config import Config, OptimizerConfig
+from megalite.config import Config, MeshConfig, OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT, Part
+from megalite.parallel.compression import Compressor, compressor
 from megalite.parallel.ddp import GradientBuckets
+from megalite.parallel.gathered import Unit
 from megalite.parallel.in_flight import issue_all_gather, issue_all_reduce
 from megalite.parallel.mesh import Axis, Mesh, coordinates, rank_at
 from megalite.parallel.parameters import shard_table
@@ -46,7 +50,8 @@ class TrainStep:
 
     micro_batch: sequences at once; 0: the whole share   bucket_mb: see GradientBuckets
     schedule: of the mesh's pp ranks, whose stages the model's parts are; None without pp
-    zero: 1 divides the optimizer's state over mesh.shards, 2 gradients too (parallel/zero.py)
+    compress: how a bucket of gradients is summed, see GradientBuckets
+    zero: 1 divides the optimizer's state over mesh.shards, 2 gradients too, 3 weights too (parallel/zero.py)
     """
 
     def __init__(
@@ -59,11 +64,12 @@ class TrainStep:
         z_loss: float = 0.0,
         bucket_mb: float = 25.0,
         zero: int = 0,
+        compress: Callable[[list[torch.Size]], Compressor] | None = None,
     ) -> None:
         self.model, self.mesh, self.config = model, model.mesh, config
         self.micro_batch, self.z_loss = micro_batch, z_loss
         self.table = shard_table(model, self.mesh.tp)
-        self.buckets = _buckets(model, zero, bucket_mb)
+        self.buckets = _buckets(model, zero, bucket_mb, compress)
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
         stepped = self.buckets.masters if isinstance(self.buckets, ShardedParameters) else matrices_of(model)
         self.optimizer = adamw(stepped, config)
@@ -81,6 +87,7 @@ class TrainStep:
             z_loss=config.train.z_loss,
             bucket_mb=config.mesh.bucket_mb,
             zero=config.mesh.zero,
+            compress=_compress(config.mesh),
         )
 
     def __call__(
@@ -116,6 +123,10 @@ class TrainStep:
         """See gradients.py."""
         return finish_gradients(self.model, self.buckets, self.table, self.mesh, clip, self.pipelined.ends)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around reading weights outside a forward: those of the last step, whole; all ranks of dp × sp enter it."""
+        return self.buckets.gathered() if isinstance(self.buckets, ShardedParameters) else nullcontext()
+
     def _check_loss(self, shares: Tensor) -> None:
         bad = (~shares.isfinite()).nonzero().flatten().tolist()
         if bad:
@@ -138,24 +149,40 @@ class TrainStep:
         )
 
 
-def _buckets(model: GPT, zero: int, bucket_mb: float) -> Buckets:
+def _compress(mesh: MeshConfig) -> Callable[[list[torch.Size]], Compressor] | None:
+    return None if mesh.compress == "none" else partial(compressor, mesh.compress, mesh.compress_rank)
+
+
+def _buckets(
+    model: GPT, zero: int, bucket_mb: float, compress: Callable[[list[torch.Size]], Compressor] | None
+) -> Buckets:
     """How gradients are summed over replicas: whole, or into slices, of which the weights are stepped."""
     mesh, half = model.mesh, model.dtype in (torch.float16, torch.bfloat16)
     tied = [model.embedding.weight] if model.config.tied and model.embedding is not None else []
     if not zero and not half:
         shared = tied if len(model.parts) > 1 else []
-        return GradientBuckets(model.parameters(), mesh.replicas, bucket_mb, shared=shared)
+        return GradientBuckets(model.parameters(), mesh.replicas, bucket_mb, shared, compress)
     shards, copies = (mesh.shards, mesh.copies) if zero else (Axis(), mesh.replicas)
     shared = tied if len(model.parts) > 1 or mesh.pp.size > 1 else []
+    units = [_units(model, part) for part in model.parts]
     sharded = ShardedParameters(
-        model.parameters(), shards, copies, stage=max(1, zero), bucket_mb=bucket_mb, shared=shared
+        model.parameters(), shards, copies, stage=max(1, zero), bucket_mb=bucket_mb, shared=shared, units=units
     )
-    for module in (model.embedding, model.positions, *model.blocks):
-        if module is not None:
-            sharded.wait_before(module, list(module.parameters()))
-    if model.norm is not None:  # the head's weight is read right after it, and not by a module
-        sharded.wait_before(model.norm, list(model.parameters_of(Part(range(0), embedding=False, head=True))))
+    for unit in (unit for part in units for unit in part):
+        sharded.wait_before(unit.first, unit.parameters)
     return sharded
+
+
+def _units(model: GPT, part: Part) -> list[Unit]:
+    """The parameters that a part computes with, in turn."""
+    embeds = [model.embedding, model.positions] if part.embedding else []
+    units = [Unit(list(m.parameters()), m, m, again=False) for m in embeds if m is not None]
+    units += [Unit(list(m.parameters()), m, m) for m in (model.blocks[layer] for layer in part.layers)]
+    if part.head:  # the head's weight is read after the norm, and not by a module
+        assert model.norm is not None
+        last = Part(range(0), embedding=False, head=True)
+        units.append(Unit(list(model.parameters_of(last)), model.norm, model))
+    return units
 
 
 def _over(axis: Axis, value: Tensor) -> Tensor:

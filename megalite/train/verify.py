@@ -15,11 +15,14 @@ from torch import Tensor
 from megalite.config import Config, MeshConfig
 from megalite.data import Batch
 from megalite.parallel.compare import NOISE, Comparison, Row
+from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
 from megalite.parallel.pipeline.generators import GENERATORS
+from megalite.parallel.zero import ShardedParameters
 from megalite.plan.stages import plan_stages
+from megalite.train.gradients import pieces_of
 from megalite.train.step import TrainStep
 
 LOSS_BOUND, GRADIENT_BOUND, NORM_BOUND, WEIGHT_BOUND = 1e-10, 1e-9, 1e-10, 1e-9
@@ -120,19 +123,28 @@ def _drawn(config: Config) -> Batch:
 def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tuple[Outcome, TrainStep]:
     with device:
         step = TrainStep.of(config, mesh)
-    model = step.model
     share = own_share(batch, mesh, config.mesh.layout).to(device)
 
     step.backward(*share)
     norm = step.finish_gradients(clip=0)
-    gradients = {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    gradients = _gradients(step)
     step.optimizer.zero_grad()
     losses = [step(share.tokens, share.targets, documents=share.documents).loss]
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with step.gathered():
+        weights = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
     losses += [step(share.tokens, share.targets, documents=share.documents).loss for _ in range(STEPS - 1)]
     return Outcome(losses, norm, gradients, weights), step
+
+
+def _gradients(step: TrainStep) -> dict[str, Tensor]:
+    """Of this rank's parameters, finished; what ZeRO divides is put together again."""
+    if not isinstance(step.buckets, ShardedParameters):
+        return {name: p.grad.clone() for name, p in step.model.named_parameters() if p.grad is not None}
+    whole = {name: torch.zeros_like(parameter) for name, parameter in step.model.named_parameters()}
+    for name, start, grad in pieces_of(step.model, step.buckets):
+        whole[name].view(-1)[start : start + len(grad)] = grad
+    shards = step.buckets.shards
+    return whole if shards.size == 1 else {n: issue_all_reduce(x, shards).wait() for n, x in whole.items()}
 
 
 def own_share(batch: Batch, mesh: Mesh, layout: str) -> Batch:
