@@ -46,7 +46,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
     "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
     "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.zero": (0, 2), "mesh.shard": (0, INF),
-    "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
+    "mesh.compress_rank": (1, INF), "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
     "train.seed": (0, 2**63 - 1), "train.validate_every": (0, INF), "train.validation_batches": (1, INF),
@@ -85,6 +85,9 @@ def check(config: Config) -> Config:
             f"mesh.chunks: {mesh.chunks} given; 0 would do with mesh.schedule={mesh.schedule!r}, or 'interleaved-1f1b' "
             "with chunks"
         )
+    if mesh.compress != "none" and (mesh.zero or train.dtype == "bfloat16"):
+        with_it = f"mesh.zero={mesh.zero}" if mesh.zero else f"train.dtype={train.dtype!r}"
+        raise ConfigError(f"mesh.compress: {mesh.compress!r} given; 'none' would do with {with_it}")
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:

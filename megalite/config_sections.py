@@ -70,6 +70,8 @@ class MeshConfig:
     division: tuple[int, ...] = ()  # layers of each stage, the first first; empty: by estimated cost
     zero: int = 0  # dp × sp ranks divide among them: 1 the optimizer's state, 2 gradients too
     shard: int = 0  # so many of them do, and the others likewise (HSDP); 0: all
+    compress: Literal["none", "bfloat16", "int8", "powersgd"] = "none"  # gradients on their way over dp × sp
+    compress_rank: int = 4  # of powersgd's factors
 
     @property
     def size(self) -> int:

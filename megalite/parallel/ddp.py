@@ -15,12 +15,14 @@ Source: Li et al., PyTorch Distributed (2020), §3.2.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from megalite.parallel.in_flight import Pending, issue_all_reduce_in_place
+from megalite.parallel.compression import Compressor, Sum
+from megalite.parallel.in_flight import issue_all_reduce_in_place
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import after_gradient
 
@@ -30,6 +32,7 @@ class GradientBuckets:
 
     parameters: equal on all ranks of the axis, and in the same order   bucket_mb: MiB of gradients that travel together
     shared: those of them whose gradient comes in several backwards of a microbatch; it travels in `finish`
+    compress: how a bucket of gradients of given shapes is summed, see compression.py; None: exactly
 
         for i, microbatch in enumerate(microbatches):
             with buckets.accumulating(last=i == len(microbatches) - 1):
@@ -43,6 +46,7 @@ class GradientBuckets:
         axis: Axis,
         bucket_mb: float = 25.0,
         shared: Collection[nn.Parameter] = (),
+        compress: Callable[[list[torch.Size]], Compressor] | None = None,
     ) -> None:
         self.axis = axis
         self._buckets: list[_Bucket] = []
@@ -60,6 +64,9 @@ class GradientBuckets:
             if not any(parameter is other for other in shared):
                 self._bucket_of[parameter] = bucket
                 after_gradient(parameter, self._arrived)
+        if compress is not None:
+            for bucket in self._buckets:
+                bucket.compressor = compress([parameter.shape for parameter in bucket.places])
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -106,7 +113,8 @@ class _Bucket:
         self.size = 0
         self._buffer: Tensor | None = None
         self._arrived: set[nn.Parameter] = set()
-        self._pending: Pending | None = None
+        self._pending: Sum | None = None
+        self.compressor: Compressor | None = None
 
     def takes(self, parameter: nn.Parameter, limit: int) -> bool:
         first = next(iter(self.places))
@@ -141,7 +149,8 @@ class _Bucket:
 
     def issue(self, axis: Axis) -> None:
         assert self._buffer is not None
-        self._pending = issue_all_reduce_in_place(self._buffer, axis)
+        issue = self.compressor.issue if self.compressor else issue_all_reduce_in_place
+        self._pending = issue(self._buffer, axis)
 
     def settle(self) -> None:
         if self._pending is not None:
