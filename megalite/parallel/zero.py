@@ -80,9 +80,9 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.own(shards, any(parameter in readers for parameter in bucket.places))
             for parameter in bucket.places:
-                if id(parameter) not in apart:
-                    self._bucket_of[parameter] = bucket
-                    after_gradient(parameter, self._arrived)
+                bucket.apart = id(parameter) in apart
+                self._bucket_of[parameter] = bucket
+                after_gradient(parameter, self._arrived)
         self._gathering = Gathering([[(unit, self._flats_of(unit)) for unit in chain] for chain in units])
         self._taking = self._last = False
         self._sent: list[_Bucket] = []
@@ -169,7 +169,7 @@ class ShardedParameters:
         bucket = self._bucket_of[parameter]
         if self._last or self.stage >= 2 or bucket.half:  # else it goes on accumulating where it is
             bucket.take(parameter)
-        if (self._last or self.stage >= 2) and len(bucket.arrived) == len(bucket.places):
+        if (self._last or self.stage >= 2) and len(bucket.arrived) == len(bucket.places) and not bucket.apart:
             self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
@@ -189,6 +189,7 @@ class _Bucket:
         self.matrices, self.half = first.ndim >= 2, first.dtype in (torch.float16, torch.bfloat16)
         self.places: dict[nn.Parameter, int] = {}
         self.size = 0
+        self.apart = False  # travels in `finish`
         self.arrived: set[nn.Parameter] = set()
         self.coming: Pending | None = None
         self.flat: Flat | None = None  # where weights are gathered to be read
