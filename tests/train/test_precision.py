@@ -1,0 +1,261 @@
+"""Half precision: how far from float64 it is, that what adds up does so in float32, and float16's loss scale."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import rms_norm
+from trajectory import GPT2, LLAMA, Case, Way
+
+from megalite.config import OptimizerConfig
+from megalite.model.gpt import GPT
+from megalite.model.norm import LayerNorm, RMSNorm
+from megalite.model.rope import rotary, rotated_qkv
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.parameters import cut
+from megalite.parallel.vocab import lookup
+from megalite.testing import run_ranks
+from megalite.train.gradients import pieces_of
+from megalite.train.step import TrainStep
+from megalite.train.verify import own_share
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+EPS = {"bfloat16": 2**-8, "float16": 2**-11}  # of one rounding, relative
+STYLES = {"llama": LLAMA, "gpt2": GPT2}
+SIZES = {"hidden": 64, "heads": 4, "layers": 3, "vocab_size": 256, "max_seq_len": 128, "init_std": 0.06}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def draw(*shape, seed=3, scale=1.0):
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(actual, expected):
+    """Relative error in the 2-norm."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def words(rows, length, vocabulary=256):
+    """Tokens of which some are frequent, as in text."""
+    uniform = torch.rand(rows, length + 1, generator=torch.Generator().manual_seed(7))
+    block = (vocabulary ** uniform.double()).long() - 1
+    return block[:, :-1], block[:, 1:]
+
+
+# --- what sums or turns, operation by operation -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rotary_angles_are_exact_at_long_positions(dtype):
+    """In half precision position 100 003 would not even be a number of its own, nor its cosine the right one."""
+    config = replace(LLAMA, hidden=32, heads=1, kv_heads=1, head_dim=32)
+    positions = torch.tensor([0, 1, 4097, 100_003])
+    qkv = draw(1, 4, 3, 32).to(HALF[dtype])
+    tables = [rotary(config, positions, kind) for kind in (HALF[dtype], torch.float64)]
+    assert {table.dtype for table in tables[0]} == {torch.float32}
+    half = rotated_qkv(qkv, 1, 1, *tables[0])
+    exact = rotated_qkv(qkv.double(), 1, 1, *tables[1])
+    for x, y in zip(half, exact, strict=True):
+        assert x.dtype == HALF[dtype]
+        assert ((x.double() - y).abs() <= 1.001 * EPS[dtype] * y.abs() + 1e-6).all()  # rounded once
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
+def test_norms_sum_in_float32(make, dtype):
+    """4096 tokens that all add alike to the weight's gradient: in half precision the sum would stop growing."""
+    x, grad = (300 * draw(4096, 64)).to(HALF[dtype]), (1 + 0.1 * draw(4096, 64, seed=4)).to(HALF[dtype])
+    found = []
+    for kind in (HALF[dtype], torch.float64):
+        layer = make(64, 1e-5).to(kind)
+        given = x.detach().to(kind).requires_grad_()
+        layer(given).backward(grad.to(kind))
+        found.append([given.grad, *(parameter.grad for parameter in layer.parameters())])
+    for actual, expected in zip(*found, strict=True):
+        assert apart(actual, expected) < EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_a_row_that_is_looked_up_often_sum_in_float32(dtype):
+    table, ids = draw(8, 16).to(HALF[dtype]), torch.zeros(4096, dtype=torch.int64)
+    grad = (1 + 0.1 * draw(4096, 16)).to(HALF[dtype])
+    table.requires_grad_()
+    lookup(table, ids).backward(grad)
+    assert apart(table.grad[0], grad.double().sum(0)) < EPS[dtype]
+    plain = table.detach().clone().requires_grad_()
+    F.embedding(ids, plain).backward(grad)
+    assert apart(plain.grad[0], grad.double().sum(0)) > 10 * EPS[dtype]  # what PyTorch does on a CPU
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_attention_is_rounded_once(dtype):
+    from megalite.model.context import core
+
+    q, k, v = (draw(1, 96, 2, 16, seed=i).to(HALF[dtype]) for i in range(3))
+    for window in (None, 40):
+        attend = core(Mesh(), 96, None, window, "zigzag", False)
+        assert apart(attend(q, k, v), attend(q.double(), k.double(), v.double())) < EPS[dtype]
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+class PlainNorm(nn.Module):
+    """nn.RMSNorm or nn.LayerNorm, as PyTorch computes them."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.weight, self.bias, self.eps = of.weight, getattr(of, "bias", None), of.eps
+
+    def forward(self, x):
+        if self.bias is None:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def plain_loss(model, tokens, targets):
+    """The same model of PyTorch's operations alone: separate linears, F.embedding, F.cross_entropy over the logits."""
+    c = model.config
+    x = F.embedding(tokens, model.embedding.weight)
+    if model.positions is not None:
+        x = x + model.positions.weight[: tokens.shape[1]]
+    cos = sin = None
+    if c.positions == "rope":
+        cos, sin = (
+            torch.cat([table.transpose(0, 1)] * 2, -1) for table in rotary(c, torch.arange(tokens.shape[1]), x.dtype)
+        )
+    for block in model.blocks:
+        a = block.attention
+        qkv = F.linear(PlainNorm(block.attention_norm)(x), a.qkv.weight, a.qkv.bias)
+        q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).transpose(1, 2).split([c.heads, c.kv_heads, c.kv_heads], 1)
+        if cos is not None:
+            q, k = (
+                y * cos.to(y.dtype) + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin.to(y.dtype)
+                for y in (q, k)
+            )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        x = x + F.linear(out, a.out.weight, a.out.bias)
+        up = F.linear(PlainNorm(block.mlp_norm)(x), block.mlp.up.weight, block.mlp.up.bias)
+        inner = F.silu(up.chunk(2, -1)[0]) * up.chunk(2, -1)[1] if c.gated else F.gelu(up, approximate="tanh")
+        x = x + F.linear(inner, block.mlp.down.weight, block.mlp.down.bias)
+    head = model.embedding if model.head is None else model.head
+    logits = F.linear(PlainNorm(model.norm)(x), head.weight)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float() if x.dtype != torch.float64 else logits.flatten(0, 1), targets.flatten()
+    )
+
+
+def gradients(config, dtype, loss_of):
+    """Loss and gradients in `dtype` of a model whose weights bfloat16 has exactly."""
+    model = GPT(config, seed=3).to(torch.bfloat16).to(dtype)
+    loss = loss_of(model, *words(8, 128))
+    loss.backward()
+    return loss.item(), {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+def ours(model, tokens, targets):
+    return model(tokens, targets)
+
+
+def distances(actual, expected):
+    """Of the loss, of the whole gradient and of the tensor that is worst, relative."""
+    whole = [torch.cat([g.flatten() for g in found[1].values()]) for found in (actual, expected)]
+    worst = max(apart(actual[1][name], grad) for name, grad in expected[1].items())
+    return abs(actual[0] / expected[0] - 1), apart(*whole), worst
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_of_a_model_against_float64_and_against_plain_pytorch(style, dtype):
+    """As exact as PyTorch's operations in the same dtype, and nearly as autocast, whose residual stream is float32."""
+    config = replace(STYLES[style], kv_heads=0, ffn=0, head_dim=0, **SIZES)
+    expected = gradients(config, torch.float64, ours)
+    loss, whole, worst = distances(gradients(config, HALF[dtype], ours), expected)
+    plain = distances(gradients(config, HALF[dtype], plain_loss), expected)
+    with torch.autocast("cpu", HALF[dtype]):
+        autocast = distances(gradients(config, torch.float32, plain_loss), expected)
+    print(f"precision: {style} {dtype} ours {loss:.1e} {whole:.1e} {worst:.1e} plain {plain} autocast {autocast}")
+    assert loss < EPS[dtype] / 8
+    assert whole < 4 * EPS[dtype] and worst < 6 * EPS[dtype]
+    assert whole < 1.05 * plain[1] and worst < 1.05 * plain[2]
+    assert whole < 2.5 * autocast[1]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gradient_of_a_step(case, way, dtype, zero=0):
+    """What this rank has of the gradient, by the name and first place of each piece, in float64."""
+    with default_dtype(dtype):
+        mesh = way.mesh()
+        stages = way.stages(case)
+        model = way.gpt(case, mesh)
+        schedule = stages.schedule if way.pp > 1 else None
+        step = TrainStep(model, OptimizerConfig(), schedule=schedule, micro_batch=way.micro_batch, zero=zero)
+        step.backward(*own_share(case.data(), mesh, way.layout))
+        step.finish_gradients(clip=0)
+        pieces = pieces_of(model, step.buckets)
+        assert all(piece.grad.dtype == torch.promote_types(dtype, torch.float32) for piece in pieces)
+        return {(piece.name, piece.start): piece.grad.double() for piece in pieces}, step.table, mesh.tp.rank
+
+
+def of_whole(case, dtype=torch.float64):
+    """Gradients of the mesh of one from weights that `dtype` rounds."""
+    with default_dtype(torch.float32):
+        model = GPT(case.model, seed=5).to(dtype).double()
+    model(*case.data()[:2], reduction="sum").backward()
+    count = (case.data().targets != -100).sum()
+    return {name: parameter.grad / count for name, parameter in model.named_parameters()}
+
+
+def errors_of_a_mesh(case, way, dtype, expected, zero=0):
+    """Squares of the error and of what is expected, over what this rank holds."""
+    found, table, rank = gradient_of_a_step(case, way, dtype, zero)
+    error = norm = 0.0
+    for (name, start), grad in found.items():
+        whole = cut(expected[name], table[name], rank).flatten()[start : start + grad.numel()]
+        error, norm = error + (grad.flatten() - whole).square().sum().item(), norm + whole.square().sum().item()
+    return error, norm
+
+
+def error_of(case, way, dtype, zero=0):
+    expected = of_whole(case, dtype)
+    found = run_ranks(lambda: errors_of_a_mesh(case, way, dtype, expected, zero), way.ranks)
+    return math.sqrt(sum(error for error, _ in found) / sum(norm for _, norm in found))
+
+
+@pytest.mark.parametrize(
+    ("style", "way"),
+    [
+        ("llama", Way(micro_batch=1)),
+        ("gpt2", Way(micro_batch=1)),
+        ("gpt2", Way(pp=2, micro_batch=1)),
+        ("llama tied", Way(pp=2, schedule="zb-h1", micro_batch=1)),
+        ("llama tied", Way(pp=2, schedule="zb-v", micro_batch=1)),
+    ],
+    ids=str,
+)
+def test_64_microbatches_are_as_exact_as_one(style, way):
+    """Sums over them are float32: in bfloat16 the error would grow with their number."""
+    case = Case(style, batch=64, length=12, layers=4)
+    many, one = error_of(case, way, torch.bfloat16), error_of(case, Way(), torch.bfloat16)
+    print(f"precision: 64 microbatches {many:.2e} one {one:.2e}")
+    assert many < 1.25 * one
