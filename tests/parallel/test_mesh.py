@@ -60,6 +60,7 @@ def test_the_mesh_of_one_needs_no_process_group():
     assert (mesh.size, mesh.rank, mesh.device_mesh) == (1, 0, None)
     assert [mesh.dp, mesh.pp, mesh.sp, mesh.tp] == [Axis(name) for name in AXES]
     assert [mesh.ring, mesh.ulysses, mesh.replicas] == [Axis("ring"), Axis("ulysses"), Axis("dp")]
+    assert [mesh.copies, mesh.shards] == [Axis("copies"), Axis("shards")]
     assert not mesh.tp.overlaps
     assert repr(mesh) == "Mesh(dp=1, pp=1, sp=1, tp=1, rank=0)"
 
@@ -152,6 +153,50 @@ def test_ring_ulysses_and_replicas_hold_the_ranks_that_their_docstrings_say(size
         name = "dp" if sp == 1 else "sp" if dp == 1 else "dp×sp"
         replicas = [rank_at({**at, "dp": d, "sp": s}, whole) for d in range(dp) for s in range(sp)]
         assert found["replicas"] == (name, at["dp"] * sp + at["sp"], replicas)
+
+
+MESHES_OF_SHARDS = [  # dp, pp, sp, tp, shard
+    (1, 1, 1, 1, None), (2, 1, 1, 1, None), (2, 1, 1, 1, 1), (4, 1, 1, 1, 2), (1, 1, 4, 1, 2), (2, 1, 2, 1, 2),
+    (2, 1, 2, 1, 1), (2, 1, 2, 1, None), (4, 1, 1, 2, 2), (2, 1, 2, 2, 2), (2, 2, 2, 1, 2), (3, 1, 2, 1, 3),
+    (2, 1, 4, 1, 4), (2, 1, 4, 1, 2), (6, 1, 1, 1, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", MESHES_OF_SHARDS, ids=str)
+def test_copies_and_shards_hold_the_ranks_that_their_docstrings_say(sizes):
+    """Neighbours among the replicas, sp inside dp, are shards of one division; each rank gathers an axis' numbers."""
+
+    def seen():
+        mesh = Mesh(*sizes[:4], shard=sizes[4])
+        found = {}
+        for name in ("copies", "shards"):
+            axis = getattr(mesh, name)
+            assert (axis.group is None) == (axis.size == 1)
+            ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
+            if axis.group is None:
+                ranks[0] += mesh.rank
+            else:
+                dist.all_gather(ranks, torch.tensor([mesh.rank]), group=axis.group)
+            found[name] = (axis.name, axis.rank, [int(rank) for rank in ranks])
+        if 1 in (mesh.copies.size, mesh.shards.size) and mesh.replicas.size > 1:  # no group where replicas' will do
+            assert mesh.replicas.group in (mesh.copies.group, mesh.shards.group)
+        return found
+
+    dp, pp, sp, tp, shard = sizes
+    shard = shard or dp * sp
+    whole = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
+    for rank, found in enumerate(run_ranks(seen, math.prod(whole.values()))):
+        at = coordinates(rank, whole)
+        replicas = [rank_at({**at, "dp": d, "sp": s}, whole) for d in range(dp) for s in range(sp)]
+        copy, place = divmod(replicas.index(rank), shard)
+        assert found["shards"] == ("shards", place, replicas[copy * shard : (copy + 1) * shard])
+        assert found["copies"] == ("copies", copy, replicas[place::shard])
+
+
+@pytest.mark.parametrize("shard", [0, -1, 2, 1.0, "1"])
+def test_shard_divides_the_replicas(shard):
+    with pytest.raises(ValueError, match=rf"mesh.shard: {shard!r} given; a divisor of dp × sp = 1 would do"):
+        Mesh(shard=shard)
 
 
 @pytest.mark.ranks(4)

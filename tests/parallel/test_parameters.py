@@ -6,7 +6,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megalite.parallel.mesh import Axis, Mesh
-from megalite.parallel.parameters import cut, fill, shard_table, sum_partial_gradients
+from megalite.parallel.parameters import (
+    Piece,
+    cut,
+    fill,
+    shard_table,
+    sum_partial_gradients,
+    sum_partial_pieces,
+    whole_pieces,
+)
 from megalite.parallel.sequence import applied_to_own_tokens
 from megalite.parallel.sharding import Block, Shard, fused
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -99,6 +107,41 @@ def test_all_travel_in_one_all_reduce():
     assert dict(traffic.calls) == {("tp", "all_reduce"): 1}
     partial = 2 * 4 * (4 + 1) + 4 + 4 + 4  # k and v with weight and bias; out.bias; norm
     assert traffic.on("tp") == 2 * 3 * partial * 8 // 4
+
+
+@pytest.mark.parametrize("length", [1, 5, 7, 1000])
+@pytest.mark.parametrize("kv_parts", [1, 2])
+@pytest.mark.ranks(2, 4)
+def test_cut_gradients_are_summed_as_whole_ones_are(kv_parts, length):
+    """The flattened gradients in stretches of `length`, which begin and end anywhere, one call for every other one."""
+    axis = tp()
+    layers = Layers(axis, kv_parts)
+    table = shard_table(layers, axis)
+    for name, parameter in layers.named_parameters():
+        parameter.grad = summand(name, parameter.shape, axis.rank)
+    pieces = [
+        Piece(name, start, gradient.flatten()[start : start + length].clone())
+        for name, gradient in ((name, parameter.grad) for name, parameter in layers.named_parameters())
+        for start in range(0, gradient.numel(), length)
+    ]
+    for half in (pieces[::2], pieces[1::2], []):
+        sum_partial_pieces(half, table, axis)
+    sum_partial_gradients(layers.named_parameters(), table, axis)
+    gradients = {name: parameter.grad.flatten() for name, parameter in layers.named_parameters()}
+    for name, start, piece in pieces:
+        torch.testing.assert_close(piece, gradients[name][start : start + length], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_whole_pieces_are_views_of_the_gradients_that_there_are():
+    layers = Layers(tp(), 1)
+    layers.norm.weight.grad = torch.zeros(4)
+    layers.out.weight.grad = torch.zeros(6, 4).t()  # not contiguous: made so
+    pieces = whole_pieces(layers.named_parameters())
+    assert [(name, start) for name, start, _ in pieces] == [("out.weight", 0), ("norm.weight", 0)]
+    for _, _, gradient in pieces:
+        gradient += 1
+    assert (layers.norm.weight.grad == 1).all() and (layers.out.weight.grad == 1).all()
 
 
 @pytest.mark.ranks(2)

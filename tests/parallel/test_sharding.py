@@ -1,5 +1,6 @@
 """The Shard table: what all ranks hold makes up the whole, each row as often as its copies say."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -67,6 +68,44 @@ def test_cut_and_join_leave_what_they_are_given_alone(shard):
     assert torch.equal(whole, kept)
     join(parts, shard).fill_(0)
     assert all((part == 7).all() for part in parts)
+
+
+@given(shards())
+def test_ranges_say_of_every_number_that_a_rank_holds_how_many_hold_it(shard):
+    """Of the flattened local tensor; what is in none, or in one of the whole, is padding."""
+    for rank in range(shard.ranks):
+        local = torch.zeros(shard.local_shape, dtype=torch.int64)
+        for piece in shard.pieces(rank):
+            local.narrow(shard.dim, piece.local, piece.rows).fill_(piece.copies)
+        said = torch.zeros_like(local).flatten()
+        for start, stop, copies in shard.ranges(rank):
+            assert 0 <= start < stop <= said.numel()
+            assert not said[start:stop].any()  # none counts twice
+            said[start:stop] = copies
+        real = local.flatten() > 0
+        assert torch.equal(said[real], local.flatten()[real])
+
+
+@given(shards())
+def test_partial_ranges_are_of_blocks_that_several_ranks_hold(shard):
+    assert shard.partial_ranges() == []
+    partial = dataclasses.replace(shard, partial=True)
+    expected = torch.zeros(shard.local_shape, dtype=torch.int64)
+    local = 0
+    for block in shard.blocks:
+        if block.parts < shard.ranks:
+            expected.narrow(shard.dim, local, block.rows).fill_(block.parts)
+        local += block.rows
+    said = torch.zeros_like(expected).flatten()
+    for start, stop, parts in partial.partial_ranges():
+        assert not said[start:stop].any()
+        said[start:stop] = parts
+    assert torch.equal(said, expected.flatten())
+
+
+def test_ranges_of_a_scalar():
+    scalar = Shard((), "tp", 4, partial=True)
+    assert scalar.ranges(2) == [(0, 1, 4)] and scalar.partial_ranges() == [(0, 1, 1)]
 
 
 def test_the_picture_of_the_docstring():

@@ -88,7 +88,7 @@ def pipelined(way, many, tied, number):
         z_loss=draw([0, 0, 1e-2]),
         window=window,
         documents=draw([False, True]),
-        layers=sum(division) or stages + draw([-1, 0, 1]),
+        layers=sum(division) or max(1, stages + draw([-1, 0, 1])),
     )
     return case, replace(way, division=tuple(division), micro_batch=micro_batch)
 
@@ -113,6 +113,30 @@ def cases_of_pp_with_others():
             yield pipelined(way, draw([1, pp, pp + 1, 2 * pp]), draw([False, True]), i)
 
 
+RECOMPUTE = ("none", "full", "selective")
+
+
+def cases_of_zero():
+    """Every mesh of up to 8 ranks with zero 0, 1 and 2, each time recomputed otherwise; the rest is drawn."""
+    number = itertools.count(3000)
+    for dp, pp, sp, tp in itertools.product(range(1, 9), repeat=4):
+        for zero in (0, 1, 2) if dp * pp * sp * tp <= 8 else []:
+            i = next(number)
+            draw = random.Random(i).choice
+            schedule, chunks = draw(PIPELINES if pp <= 4 else [("1f1b", 0), ("zb-h1", 0)]) if pp > 1 else ("1f1b", 0)
+            ulysses, layout = draw(divisors(sp)), draw(LAYOUTS)
+            split, kept, shard = draw([True, True, False]), draw([False, True]), draw([0, 0, *divisors(dp * sp)])
+            way = Way(dp, sp, tp, split, 0, ulysses, layout, kept, pp, schedule, chunks)
+            recompute = RECOMPUTE[(i // 3 + zero) % 3]
+            many = draw([1, pp, pp + 1, 2 * pp] if pp > 1 else [1, 2, 3])
+            yield pipelined(replace(way, zero=zero, shard=shard, recompute=recompute), many, draw([False, True]), i)
+
+
+def divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+EVERY_OF_ZERO = [*cases_of_zero()]
 EVERY_OF_PP = [*cases_of_pp(), *cases_of_pp_with_others()]
 EVERY = [case for dp in range(1, 9) for tp in range(1, 8 // dp + 1) for case in cases(dp, tp)]
 MESHES_OF_SP = [m for m in itertools.product((1, 2, 3, 4), (2, 3, 4, 8), (1, 2, 3, 4)) if math.prod(m) <= 8]
@@ -125,7 +149,9 @@ def name_of(case):
     sp = f" sp{way.sp}={way.sp // way.ulysses}x{way.ulysses} {way.layout}{' kept' * way.keep_kv}" if way.sp > 1 else ""
     window, documents = f" window {what.window}" if what.window else "", " documents" * what.documents
     model = f"{what.style} heads {what.heads}/{what.kv_heads} length {what.length}{window}{documents}"
-    return f"dp{way.dp}{pipeline_of(case)}{sp} tp{way.tp}{split} {model} micro {way.micro_batch}"
+    zero = f" zero {way.zero}{f' shard {way.shard}' if way.shard else ''}" if way.zero else ""
+    again = f" recompute {way.recompute}" if way.recompute != "none" else ""
+    return f"dp{way.dp}{pipeline_of(case)}{sp} tp{way.tp}{split}{zero}{again} {model} micro {way.micro_batch}"
 
 
 def pipeline_of(case):
@@ -166,6 +192,14 @@ HANDFUL = [
     (Case(layers=5, heads=4, kv_heads=2), Way(pp=4, tp=2, schedule="zb-h1", micro_batch=1)),
     (Case("gpt2", layers=2, length=12, documents=True), Way(pp=2, sp=2, tp=2, schedule="zb-h2", micro_batch=1)),
     (Case("llama tied", layers=4, window=5), Way(pp=2, schedule="dualpipe-v", micro_batch=1, division=(0, 1, 2, 1))),
+    # divided among replicas
+    (Case(), Way(dp=2, zero=1)),
+    (Case("gpt2", batch=6), Way(dp=3, tp=2, micro_batch=1, zero=2, recompute="full")),
+    (Case("llama tied", heads=4, kv_heads=1, batch=8), Way(dp=4, tp=2, micro_batch=1, zero=2, shard=2)),
+    (Case(length=12), Way(sp=2, tp=2, zero=1, recompute="selective")),
+    (Case("gpt2", layers=3), Way(dp=2, pp=2, schedule="zb-h1", micro_batch=1, zero=2)),
+    (Case("llama tied", layers=4), Way(dp=2, pp=2, schedule="zb-v", micro_batch=1, zero=1, recompute="selective")),
+    (Case("gpt2", length=12), Way(dp=2, pp=2, sp=2, micro_batch=1, zero=2, shard=2, recompute="full")),
 ]
 
 
@@ -189,6 +223,12 @@ def test_ten_steps_with_the_sequence_cut_in_every_way_are_those_of_the_mesh_of_o
 @pytest.mark.full
 @pytest.mark.parametrize("case", EVERY_OF_PP, ids=name_of)
 def test_ten_steps_on_every_pipeline_are_those_of_the_mesh_of_one(case):
+    check(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", EVERY_OF_ZERO, ids=name_of)
+def test_ten_steps_divided_among_replicas_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 

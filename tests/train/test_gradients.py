@@ -13,7 +13,8 @@ from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut, shard_table
 from megalite.parallel.traffic import traffic
-from megalite.train.gradients import finish_gradients, gradient_norm, sum_tied_gradients
+from megalite.parallel.zero import ShardedParameters
+from megalite.train.gradients import finish_gradients, gradient_norm, pieces_of, sum_tied_gradients
 
 MODELS = {
     "llama": Case().model,
@@ -78,6 +79,94 @@ def test_clipping_is_that_of_torch(clip):
         torch.testing.assert_close(parameter.grad, before[name] * factor, rtol=1e-13, atol=0)
     if clip == 1.0:
         assert gradient_norm(model, table, mesh) == pytest.approx(1.0, rel=1e-6)
+
+
+# --- in slices --------------------------------------------------------------------------------------------------------
+
+SHARDED = {2: [{"dp": 2}, {"sp": 2}], 4: [{"dp": 4, "shard": 2}, {"dp": 2, "sp": 2}, {"dp": 2, "tp": 2}]}
+
+
+def slices_with_gradients(config, mesh, stage=1):
+    """A model whose replicas' gradients sum up to a part of one whole, in slices; and all wholes by name."""
+    model = GPT(config, mesh, sequence_parallel=False)
+    table = shard_table(model, mesh.tp)
+    buckets = ShardedParameters(model.parameters(), mesh.shards, mesh.copies, stage=stage, bucket_mb=0.02)
+    wholes = {name: draw(name, table[name].shape) for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        share = (mesh.replicas.rank + 1) / sum(range(1, mesh.replicas.size + 1))
+        parameter.grad = share * cut(wholes[name], table[name], mesh.tp.rank)
+    return model, table, buckets, wholes
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e9])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.ranks(2, 4)
+def test_norm_and_clipping_of_slices_are_those_of_the_whole(name, clip):
+    torch.set_default_dtype(torch.float64)
+    for sizes in SHARDED[dist.get_world_size()]:
+        mesh = Mesh(**sizes)
+        model, table, buckets, wholes = slices_with_gradients(MODELS[name], mesh)
+        buckets.complete(model.parameters())
+        norm = finish_gradients(model, buckets, table, mesh, clip)
+        expected = math.sqrt(sum(whole.square().sum() for whole in wholes.values()))
+        assert norm == pytest.approx(expected, rel=1e-14)
+        factor = min(1.0, clip / (expected + 1e-6)) if clip else 1.0
+        pieces = pieces_of(model, buckets)
+        assert len(pieces) > 1
+        for key, start, gradient in pieces:
+            whole = cut(wholes[key], table[key], mesh.tp.rank).flatten()[start : start + len(gradient)]
+            torch.testing.assert_close(gradient, whole * factor, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", ["llama", "one kv head", "gpt2"])
+@pytest.mark.ranks(4)
+def test_partial_slices_are_summed_as_whole_gradients_are(name, sequence_parallel):
+    """Replicated kv heads, norms, biases: the same gradients once in buckets and once in slices."""
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(dp=2, tp=2)
+    found = []
+    for stage in (0, 1):
+        model = GPT(MODELS[name], mesh, sequence_parallel=sequence_parallel)
+        table = shard_table(model, mesh.tp)
+        whole = GradientBuckets(model.parameters(), mesh.dp)
+        buckets = ShardedParameters(model.parameters(), mesh.shards, bucket_mb=0.02) if stage else whole
+        for key, parameter in model.named_parameters():
+            parameter.grad = draw(f"{key}{mesh.rank}", parameter.shape)
+        buckets.complete(model.parameters())
+        norm = finish_gradients(model, buckets, table, mesh, 1.0)
+        found.append((norm, pieces_of(model, buckets)))
+    (norm, pieces), (norm_of_slices, slices) = found
+    assert norm_of_slices == pytest.approx(norm, rel=1e-14)
+    gradients = {piece.name: piece.grad for piece in pieces}
+    for key, start, gradient in slices:
+        torch.testing.assert_close(gradient, gradients[key][start : start + len(gradient)], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.ranks(2)
+def test_a_norm_of_slices_that_is_no_number_is_nan_on_every_rank(bad):
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(dp=2)
+    model, table, buckets, _ = slices_with_gradients(MODELS["llama"], mesh)
+    if mesh.rank == 1:
+        model.blocks[1].mlp.down.weight.grad[0, 0] = bad
+    assert math.isnan(finish_gradients(model, buckets, table, mesh, 1.0))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.ranks(4)
+def test_tied_slices_are_summed_over_the_two_ends(stage):
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(dp=2, pp=2)
+    part, config = part_of(MODELS["gpt2"], mesh.pp, (0, 1))
+    model = GPT(config, mesh, parts=[part])
+    weight = model.embedding.weight
+    buckets = ShardedParameters(model.parameters(), mesh.shards, stage=stage, shared=[weight])
+    weight.grad = draw(f"{mesh.rank}", tuple(weight.shape))
+    finish_gradients(model, buckets, shard_table(model, mesh.tp), mesh, 0.0, (0, 1))
+    expected = sum(draw(f"{rank}", tuple(weight.shape)) for rank in range(4)).flatten().chunk(2)[mesh.dp.rank]
+    torch.testing.assert_close(buckets.gradient_of(weight), expected, rtol=1e-14, atol=1e-14)
 
 
 # --- over pp ----------------------------------------------------------------------------------------------------------

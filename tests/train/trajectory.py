@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from megalite.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, resolve
 from megalite.data import Batch
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.parameters import cut
+from megalite.parallel.parameters import Piece, cut
 from megalite.parallel.sharding import Shard
 from megalite.plan.stages import Stages, plan_stages
 from megalite.testing import run_ranks
+from megalite.train.gradients import pieces_of
 from megalite.train.lr import learning_rate
 from megalite.train.pipelined import parts_of
 from megalite.train.step import TrainStep
@@ -83,13 +83,16 @@ class Way:
     schedule: str = "1f1b"
     chunks: int = 0
     division: tuple[int, ...] = ()
+    zero: int = 0
+    shard: int = 0  # 0: all of dp × sp
+    recompute: str = "none"
 
     @property
     def ranks(self) -> int:
         return self.dp * self.pp * self.sp * self.tp
 
     def mesh(self) -> Mesh:
-        return Mesh(self.dp, self.pp, self.sp, self.tp, self.ulysses)
+        return Mesh(self.dp, self.pp, self.sp, self.tp, self.ulysses, self.shard or None)
 
     def stages(self, case: Case) -> Stages:
         """The parts of the model, and the schedule of as many microbatches as `micro_batch` makes."""
@@ -100,17 +103,18 @@ class Way:
 
     def gpt(self, case: Case, mesh: Mesh) -> GPT:
         further = {"sequence_parallel": self.sequence_parallel, "layout": self.layout, "keep_kv": self.keep_kv}
+        further["recompute"] = self.recompute
         parts = parts_of(self.stages(case), mesh.pp.rank) if self.pp > 1 else ()
         return GPT(case.model, mesh, seed=5, parts=parts, **further)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses and gradient norms of all steps, the first gradients as this rank holds them, and how they are cut."""
+    """Losses and gradient norms of all steps, what this rank has of the first gradients, and how they are cut."""
 
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Piece]
     table: dict[str, Shard]
 
 
@@ -122,18 +126,22 @@ def train(case: Case, way: Way, mesh: Mesh) -> Trajectory:
         schedule = way.stages(case).schedule if way.pp > 1 else None
         micro_batch = way.micro_batch or (case.batch // way.dp // schedule.microbatches if schedule else 0)
         further = {"schedule": schedule, "micro_batch": micro_batch, "z_loss": case.z_loss, "bucket_mb": 0.02}
-        step = TrainStep(way.gpt(case, mesh), OPTIMIZER, **further)
-        model = step.model
+        step = TrainStep(way.gpt(case, mesh), OPTIMIZER, zero=way.zero, **further)
         tokens, targets, documents = own_share(case.data(), mesh, way.layout)
 
         step.backward(tokens, targets, documents)
         step.finish_gradients(clip=0)
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        gradients = {piece.name: clone(piece) for piece in pieces_of(step.model, step.buckets)}
         step.optimizer.zero_grad()
         results = [step(tokens, targets, learning_rate(i, STEPS, OPTIMIZER), documents=documents) for i in range(STEPS)]
         return Trajectory([r.loss for r in results], [r.grad_norm for r in results], gradients, step.table)
     finally:
         torch.set_default_dtype(before)
+
+
+def clone(piece: Piece) -> Piece:
+    """Of its own memory."""
+    return piece._replace(grad=piece.grad.clone())
 
 
 @cache
@@ -150,18 +158,20 @@ class Distance:
     norm: float
     gradient: float
     name: str
-    names: frozenset[str]  # of the parameters that this rank holds
+    names: frozenset[str]  # of the parameters of whose gradient this rank has a part
 
 
 def distance(case: Case, way: Way, expected: Trajectory) -> Distance:
     """How far this rank is from the mesh of one."""
     mesh = way.mesh()
     actual = train(case, way, mesh)
-    assert actual.table.keys() == actual.gradients.keys() <= expected.gradients.keys()
+    assert actual.gradients.keys() <= actual.table.keys() <= expected.gradients.keys()
+    assert way.zero or actual.gradients.keys() == actual.table.keys()
     errors = {}
-    for name, shard in actual.table.items():
-        whole = expected.gradients[name]
-        difference = actual.gradients[name] - cut(whole, shard, mesh.tp.rank)
+    for name, start, gradient in actual.gradients.values():
+        shard = actual.table[name]
+        whole = expected.gradients[name].grad.view(shard.shape)
+        difference = gradient - cut(whole, shard, mesh.tp.rank).flatten()[start : start + len(gradient)]
         errors[name] = (difference.abs().max() / whole.abs().max()).item()
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     loss, norm = _worst(actual.losses, expected.losses), _worst(actual.norms, expected.norms)
