@@ -85,7 +85,7 @@ def check(config: Config) -> Config:
             f"mesh.chunks: {mesh.chunks} given; 0 would do with mesh.schedule={mesh.schedule!r}, or 'interleaved-1f1b' "
             "with chunks"
         )
-    if mesh.compress != "none" and (mesh.zero or train.dtype == "bfloat16"):
+    if mesh.compress != "none" and (mesh.zero or train.dtype in ("bfloat16", "float16")):
         with_it = f"mesh.zero={mesh.zero}" if mesh.zero else f"train.dtype={train.dtype!r}"
         raise ConfigError(f"mesh.compress: {mesh.compress!r} given; 'none' would do with {with_it}")
     if model.heads % mesh.tp:

@@ -124,7 +124,7 @@ class TrainConfig:
     micro_batch: int = 0  # sequences a rank works on at once; 0: mesh.microbatches says, or it is chosen
     seq_len: int = 256  # tokens a sequence
     seed: int = 0
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of weights; bfloat16 has float32 masters
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"  # of weights; the last two: float32 masters
     recompute: Literal["none", "full", "selective"] = "none"  # what blocks make again in backward instead of keeping it
     recompute_every: int = 1  # blocks of which one is recomputed: 1 all, 2 every other
     offload_activations: bool = False  # what is kept for backward lies in the host's memory until then

@@ -86,7 +86,7 @@ def among(folder: str, module: str) -> set[str]:
 
 def test_the_model_takes_from_parallel_only_what_layers_are_made_of():
     layers = {"mesh", "collectives", "in_flight", "sharding", "parameters", "tensor", "vocab", "sequence"}
-    layers |= {"layout", "ring", "ulysses"}
+    layers |= {"layout", "lookup", "ring", "ulysses"}
     for module in MODULES:
         if part_of(module) == "model":
             assert among("parallel", module) <= layers, module
@@ -115,6 +115,7 @@ def test_mesh_then_collectives_then_the_axis_files():
         "traffic": set(),
         "layout": set(),
         "tiles": set(),
+        "lookup": set(),
         "kernels": set(),
         "local_attention": {"kernels", "tiles"},
         **{name: PIPELINE[:i] for i, name in enumerate(PIPELINE)},

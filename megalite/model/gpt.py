@@ -31,13 +31,13 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import NORMS, norm
 from megalite.model.recompute import Keeping, Recompute
 from megalite.parallel.collectives import all_gather, copy, gather
+from megalite.parallel.lookup import LookupTable
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut, shard_table
 from megalite.parallel.sequence import applied_to_own_tokens
 from megalite.parallel.sharding import split_evenly
 from megalite.parallel.vocab import (
     IGNORE_INDEX,
-    LookupTable,
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_linear_cross_entropy,

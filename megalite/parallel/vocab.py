@@ -26,6 +26,7 @@ from torch.autograd import Function
 from megalite.parallel import weight_gradients
 from megalite.parallel.collectives import reduce, reduce_scatter
 from megalite.parallel.in_flight import issue_all_gather
+from megalite.parallel.lookup import lookup
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import fill
 from megalite.parallel.sharding import Block, Shard
@@ -85,33 +86,6 @@ class VocabParallelHead(_VocabTable):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
-
-
-class LookupTable(nn.Embedding):
-    """`nn.Embedding` by `lookup`: held whole by every rank."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return lookup(self.weight, input)
-
-
-def lookup(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a table `[V, d]`: `[...]` ─▶ `[..., d]`. Gradients of equal ids are summed in float32 or float64."""
-    summed_narrow = table.device.type == "cpu" and table.dtype in (torch.float16, torch.bfloat16)  # by PyTorch there
-    return _Lookup.apply(table, ids) if summed_narrow else F.embedding(ids, table)
-
-
-class _Lookup(Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.rows = len(table)
-        return F.embedding(ids, table)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        whole = torch.ops.aten.embedding_dense_backward(grad.float(), ids, ctx.rows, -1, False)
-        return whole.to(grad.dtype), None
 
 
 def vocab_parallel_cross_entropy(
@@ -286,13 +260,16 @@ class _LinearCrossEntropy(Function):
                 torch.mm(logits, weight, out=grad_x[part])
                 grad_weight.addmm_(logits.T, x[part]) if dtype == x.dtype else grad_weight.add_(logits.T @ x[part])
         if with_gradient:
-            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
+            if weight.dtype != torch.float16:  # which ends at 65504, and this is a sum over tokens, not their mean
+                grad_weight = grad_weight.to(weight.dtype)
+            ctx.dtype = weight.dtype
+            ctx.save_for_backward(grad_x, grad_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
-        return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(grad_weight.dtype), *(None,) * 7
+        return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(ctx.dtype), *(None,) * 7
 
 
 def _check_range(ids: Tensor, size: int | Tensor, what: str) -> None:

@@ -5,7 +5,7 @@
                   parallelism, replicated kv heads                                   parameters.py
 3. over pp        sum the embedding's of the first stage and of a head tied to it
 4. norm           of the whole gradient, every weight counted once
-5. clip
+5. clip               and, in float16, divide by the loss scale                     precision.py
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def finish_gradients(
     mesh: Mesh,
     clip: float,
     ends: tuple[int, int] = (0, 0),
+    scale: float = 1.0,
 ) -> float:
     """Make every rank's gradients those of the global batch, clip them, and return their norm before clipping.
 
-    ends: the pp ranks of the first stage and of the last
+    ends: the pp ranks of the first stage and of the last   scale: of the loss that backward was given
     """
     buckets.finish()
     if model.config.tied and ends[0] != ends[1]:
@@ -45,9 +46,12 @@ def finish_gradients(
     pieces = pieces_of(model, buckets)
     if mesh.tp.size > 1:
         sum_partial_pieces(pieces, table, mesh.tp)
-    norm = gradient_norm(model, table, mesh, buckets)
+    norm = gradient_norm(model, table, mesh, buckets) / scale
+    factor = 1 / scale
     if clip and norm > clip:  # false for NaN, which the caller refuses
-        torch._foreach_mul_([piece.grad for piece in pieces], clip / (norm + 1e-6))
+        factor *= clip / (norm + 1e-6)
+    if factor != 1:
+        torch._foreach_mul_([piece.grad for piece in pieces], factor)
     return norm
 
 

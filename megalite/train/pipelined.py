@@ -5,7 +5,7 @@ On a mesh without pp it is the one stage of a pipeline of one, and the same code
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,8 +60,9 @@ class PipelinedGPT:
         self.device = next(model.parameters()).device
         self.clock = Clock(self.device)
         self._pipelines: dict[int, Pipeline] = {}  # by the number of microbatches
+        self.after_backward: Callable[[], None] | None = None  # of each microbatch and stage
         self._batch: Sequence[Microbatch] = ()
-        self._count = 1
+        self._count = 1.0
         self._offset, self._aligned, self._due = 0.0, 0.0, True
 
     @property
@@ -69,7 +70,7 @@ class PipelinedGPT:
         """The pp ranks of the first stage and of the last."""
         return self.schedule.rank_of[0], self.schedule.rank_of[-1]
 
-    def forward_backward(self, batch: Sequence[Microbatch], count: int) -> Tensor:
+    def forward_backward(self, batch: Sequence[Microbatch], count: float) -> Tensor:
         """Add the gradients of the batch's loss, which is the sum over its tokens by `count`.
 
         Returns that loss, float64, on the last stage's rank and zero on the others. ValueError for another number of
@@ -132,6 +133,8 @@ class PipelinedGPT:
 
     def _complete(self, stage: int, last: bool) -> None:
         self.buckets.complete(self.model.parameters_of(self.parts[stage]), last)
+        if self.after_backward is not None:
+            self.after_backward()
 
     def _shape(self, stage: int, microbatch: int) -> tuple[int, int]:
         return self.model.x_shape(self._batch[microbatch]["tokens"])

@@ -32,15 +32,21 @@ from megalite.plan.stages import plan_stages
 from megalite.train.gradients import Buckets, finish_gradients, pieces_of
 from megalite.train.optimizer import adamw, matrices_of
 from megalite.train.pipelined import Microbatch, PipelinedGPT, parts_of
+from megalite.train.precision import LossScale
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean in nats a token over the global batch   grad_norm: before clipping   tokens: that counted"""
+    """loss: mean in nats a token over the global batch   grad_norm: before clipping   tokens: that counted
+
+    scale: of the loss, in float16   taken: whether weights changed
+    """
 
     loss: float
     grad_norm: float
     tokens: int
+    scale: float = 1.0
+    taken: bool = True
 
 
 class TrainStep:
@@ -73,6 +79,7 @@ class TrainStep:
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
         stepped = self.buckets.masters if isinstance(self.buckets, ShardedParameters) else matrices_of(model)
         self.optimizer = adamw(stepped, config)
+        self.scale = LossScale(model.dtype)
         self.steps = 0
 
     @classmethod
@@ -93,9 +100,17 @@ class TrainStep:
     def __call__(
         self, tokens: Tensor, targets: Tensor, lr: float | None = None, *, documents: Tensor | None = None
     ) -> StepResult:
-        """Train on this rank's share, `[b, s]` each; NumericError, before the update, where a number is none."""
+        """Train on this rank's share, `[b, s]` each; NumericError, before the update, where a number is none.
+
+        In float16 a gradient that is none is a loss scale too large: the step is not taken, see precision.py.
+        """
+        scale = self.scale.value
         loss, count = self.backward(tokens, targets, documents)
         norm = self.finish_gradients(self.config.clip)
+        if not (taken := self.scale.takes(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.steps += 1
+            return StepResult(loss, norm, count, scale, taken)
         self._check_gradient(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr if lr is None else lr
@@ -104,7 +119,7 @@ class TrainStep:
         if isinstance(self.buckets, ShardedParameters):
             self.buckets.publish()
         self.steps += 1
-        return StepResult(loss, norm, count)
+        return StepResult(loss, norm, count, scale)
 
     def backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> tuple[float, int]:
         """Gradients of this rank's share, on their way over dp × sp; the global loss and its number of tokens."""
@@ -112,7 +127,8 @@ class TrainStep:
         count = int(_over(replicas, (targets != IGNORE_INDEX).sum()).sum())
         batch = list(microbatches(self.micro_batch, tokens, targets, documents))
         batch = [{**microbatch, "reduction": "sum", "z_loss": self.z_loss} for microbatch in batch]
-        own = self.pipelined.forward_backward(batch, max(count, 1))
+        scale = self.scale.value
+        own = self.pipelined.forward_backward(batch, max(count, 1) / scale) / scale
         if self.mesh.pp.size > 1:
             own = issue_all_reduce(own, self.mesh.pp).wait()
         shares = _over(replicas, own)
@@ -121,7 +137,8 @@ class TrainStep:
 
     def finish_gradients(self, clip: float) -> float:
         """See gradients.py."""
-        return finish_gradients(self.model, self.buckets, self.table, self.mesh, clip, self.pipelined.ends)
+        ends, scale = self.pipelined.ends, self.scale.value
+        return finish_gradients(self.model, self.buckets, self.table, self.mesh, clip, ends, scale)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Around reading weights outside a forward: those of the last step, whole; all ranks of dp × sp enter it."""

@@ -12,14 +12,16 @@ from torch.nn.functional import rms_norm
 from trajectory import GPT2, LLAMA, Case, Way
 
 from megalite.config import OptimizerConfig
+from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.rope import rotary, rotated_qkv
+from megalite.parallel.lookup import lookup
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.parameters import cut
-from megalite.parallel.vocab import lookup
 from megalite.testing import run_ranks
 from megalite.train.gradients import pieces_of
+from megalite.train.precision import LossScale
 from megalite.train.step import TrainStep
 from megalite.train.verify import own_share
 
@@ -202,7 +204,7 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-def gradient_of_a_step(case, way, dtype, zero=0):
+def gradient_of_a_step(case, way, dtype, zero=0, scale=None):
     """What this rank has of the gradient, by the name and first place of each piece, in float64."""
     with default_dtype(dtype):
         mesh = way.mesh()
@@ -210,6 +212,7 @@ def gradient_of_a_step(case, way, dtype, zero=0):
         model = way.gpt(case, mesh)
         schedule = stages.schedule if way.pp > 1 else None
         step = TrainStep(model, OptimizerConfig(), schedule=schedule, micro_batch=way.micro_batch, zero=zero)
+        step.scale.value = scale or step.scale.value
         step.backward(*own_share(case.data(), mesh, way.layout))
         step.finish_gradients(clip=0)
         pieces = pieces_of(model, step.buckets)
@@ -221,14 +224,15 @@ def of_whole(case, dtype=torch.float64):
     """Gradients of the mesh of one from weights that `dtype` rounds."""
     with default_dtype(torch.float32):
         model = GPT(case.model, seed=5).to(dtype).double()
-    model(*case.data()[:2], reduction="sum").backward()
-    count = (case.data().targets != -100).sum()
+    tokens, targets, documents = case.data()
+    model(tokens, targets, documents=documents, reduction="sum").backward()
+    count = (targets != -100).sum()
     return {name: parameter.grad / count for name, parameter in model.named_parameters()}
 
 
-def errors_of_a_mesh(case, way, dtype, expected, zero=0):
+def errors_of_a_mesh(case, way, dtype, expected, *more):
     """Squares of the error and of what is expected, over what this rank holds."""
-    found, table, rank = gradient_of_a_step(case, way, dtype, zero)
+    found, table, rank = gradient_of_a_step(case, way, dtype, *more)
     error = norm = 0.0
     for (name, start), grad in found.items():
         whole = cut(expected[name], table[name], rank).flatten()[start : start + grad.numel()]
@@ -236,9 +240,9 @@ def errors_of_a_mesh(case, way, dtype, expected, zero=0):
     return error, norm
 
 
-def error_of(case, way, dtype, zero=0):
+def error_of(case, way, dtype, *more):
     expected = of_whole(case, dtype)
-    found = run_ranks(lambda: errors_of_a_mesh(case, way, dtype, expected, zero), way.ranks)
+    found = run_ranks(lambda: errors_of_a_mesh(case, way, dtype, expected, *more), way.ranks)
     return math.sqrt(sum(error for error, _ in found) / sum(norm for _, norm in found))
 
 
@@ -259,3 +263,125 @@ def test_64_microbatches_are_as_exact_as_one(style, way):
     many, one = error_of(case, way, torch.bfloat16), error_of(case, Way(), torch.bfloat16)
     print(f"precision: 64 microbatches {many:.2e} one {one:.2e}")
     assert many < 1.25 * one
+
+
+MESHES = [
+    (Case(), Way(dp=2, micro_batch=1), 0),
+    (Case("gpt2"), Way(dp=2), 1),
+    (Case("llama tied", kv_heads=3), Way(dp=2, micro_batch=1), 2),
+    (Case("gpt2"), Way(tp=2), 0),
+    (Case(kv_heads=1), Way(tp=3, sequence_parallel=False), 0),
+    (Case("gpt2", length=12), Way(sp=2), 0),
+    (Case(length=12, window=5, documents=True), Way(sp=4, ulysses=2), 2),
+    (Case("gpt2", layers=3), Way(pp=2, micro_batch=1), 1),
+    (Case("llama tied", layers=4, length=12), Way(dp=2, pp=2, tp=2, schedule="zb-v", micro_batch=1), 1),
+]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("case", "way", "zero"), MESHES, ids=str)
+def test_every_mesh_is_as_exact_as_one_rank(case, way, zero, dtype):
+    here, one = error_of(case, way, HALF[dtype], zero), error_of(case, Way(), HALF[dtype])
+    print(f"precision: {dtype} mesh {here:.2e} one {one:.2e}")
+    assert one < 8 * EPS[dtype]
+    assert here < 1.25 * one
+
+
+def losses(case, dtype, way, steps, zero=0):
+    """Of as many steps on one batch."""
+    with default_dtype(dtype):
+        mesh = way.mesh()
+        step = TrainStep(way.gpt(case, mesh), OptimizerConfig(lr=3e-3), zero=zero)
+        tokens, targets, _ = own_share(case.data(), mesh, way.layout)
+        return [step(tokens, targets).loss for _ in range(steps)]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("style", STYLES)
+def test_50_steps_follow_those_of_float32(style, dtype):
+    case = Case(style, length=24)
+    exact = run_ranks(losses, 1, case, torch.float32, Way(), 50)[0]
+    half = run_ranks(losses, 1, case, HALF[dtype], Way(), 50)[0]
+    divided = [run_ranks(losses, 2, case, HALF[dtype], Way(dp=2), 50, zero)[0] for zero in (1, 2)]
+    furthest = max(abs(a / b - 1) for a, b in zip(half, exact, strict=True))
+    between = max(abs(a / b - 1) for other in divided for a, b in zip(other, half, strict=True))
+    print(f"precision: 50 steps of {style} {dtype}: {furthest:.1e} from float32, ZeRO {between:.1e} from none")
+    assert exact[-1] < exact[0] - 2
+    assert furthest < 8 * EPS[dtype]
+    assert between < 8 * EPS[dtype]
+
+
+# --- the loss scale ---------------------------------------------------------------------------------------------------
+
+
+def test_a_scale_halves_at_an_infinity_and_doubles_after_good_steps():
+    scale = LossScale(torch.float16, first=8.0, grows_after=3)
+    assert [scale.takes(norm) for norm in (1.0, math.inf, 1.0, 1.0)] == [True, False, True, True]
+    assert (scale.value, scale.skipped) == (4.0, 1)
+    assert scale.takes(1.0)  # the third good one in a row
+    assert scale.value == 8.0
+    assert [scale.takes(math.nan) for _ in range(7)] == [False] * 7
+    assert (scale.value, scale.skipped) == (1 / 16, 8)
+    assert scale.takes(math.nan)  # it is not the scale: for the caller to refuse
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        other = LossScale(dtype)
+        assert other.takes(math.nan) and other.value == 1.0 and not other.dynamic
+
+
+def test_small_gradients_are_lost_without_a_scale():
+    """A loss by 2¹⁵ is what the mean over 2¹⁵ times as many tokens would be without one."""
+    scaled, without = (error_of(Case(), Way(), torch.float16, 0, scale) for scale in (2.0**16, 2.0**-15))
+    print(f"precision: float16 scaled {scaled:.1e} without {without:.1e}")
+    assert scaled < 8 * EPS["float16"]
+    assert without > 4 * scaled
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.ranks(4)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(zero):
+    with default_dtype(torch.float16):
+        way, case = Way(dp=2, tp=2), Case()
+        mesh = way.mesh()
+        step = TrainStep(way.gpt(case, mesh), OptimizerConfig(), zero=zero)
+        tokens, targets, _ = own_share(case.data(), mesh, way.layout)
+        first = step(tokens, targets)
+        assert first.taken and first.scale == 2**16
+        step.buckets.wait()
+        before = [parameter.detach().clone() for parameter in step.model.parameters()]
+        times = math.inf if mesh.rank == 3 else 1.0
+        hook = step.model.blocks[1].mlp.down.weight.register_hook(lambda grad: grad * times)
+        second = step(tokens, targets)
+        hook.remove()
+        step.buckets.wait()
+        assert not second.taken and not math.isfinite(second.grad_norm)
+        assert (step.scale.value, step.scale.skipped, step.steps) == (2**15, 1, 2)
+        assert all(torch.equal(x, y) for x, y in zip(step.model.parameters(), before, strict=True))
+        third = step(tokens, targets)
+        assert third.taken and third.scale == 2**15 and math.isfinite(third.grad_norm)
+        assert not all(torch.equal(x, y) for x, y in zip(step.model.parameters(), before, strict=True))
+
+
+@pytest.mark.ranks(1)
+def test_gradients_that_no_scale_makes_numbers_end_the_run():
+    with default_dtype(torch.float16):
+        case = Case()
+        step = TrainStep(Way().gpt(case, Mesh()), OptimizerConfig())
+        step.model.blocks[0].mlp.down.weight.register_hook(lambda grad: grad * math.nan)
+        tokens, targets, _ = case.data()
+        with pytest.raises(NumericError, match="the gradient is no number at step 21 "):
+            [step(tokens, targets) for _ in range(30)]
+        assert step.scale.skipped == 20
+
+
+@pytest.mark.ranks(1)
+def test_a_scale_too_large_finds_its_way_down():
+    """An infinity in backward, not put there."""
+    with default_dtype(torch.float16):
+        case = Case()
+        step = TrainStep(Way().gpt(case, Mesh()), OptimizerConfig())
+        step.scale.value = 2.0**40
+        tokens, targets, _ = case.data()
+        results = [step(tokens, targets) for _ in range(40)]
+        taken = [result.taken for result in results]
+        assert not taken[0] and taken[-1] and taken == sorted(taken)
+        assert results[-1].loss < results[0].loss - 1
