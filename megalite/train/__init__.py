@@ -4,5 +4,6 @@ loop       the run: steps, validation, metrics, summary    optimizer  AdamW and 
 step       one step: microbatches, backward, update        lr         the learning rate as a function of the step
 gradients  everything between backward and the update      metrics    metrics.jsonl, FLOPs, MFU
 progress   what the console shows                          verify     this mesh against the mesh of one
-pipelined  a model as the stages of a pipeline
+pipelined  a model as the stages of a pipeline             precision  the loss scale of float16
+memory     what a rank's memory holds in a step
 """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,8 +27,10 @@ from megalite.parallel.pipeline.measured import Recorder
 from megalite.parallel.pipeline.saved import TIMELINE
 from megalite.parallel.world import usable_cores
 from megalite.plan.measured_division import advice
+from megalite.plan.rank_memory import predicted_memory
 from megalite.plan.stages import plan_stages
 from megalite.train.lr import learning_rate
+from megalite.train.memory import MemoryAccount, account
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
 from megalite.train.pipelined import PipelinedGPT
 from megalite.train.progress import TrainingProgress
@@ -91,17 +94,23 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
         entropy = unigram_entropy(data.train)
         progress.say(_opening(config, model, data, entropy, device))
     seen, started = 0, time.perf_counter()
+    watched = min(1, train.steps - 1)  # from the second step on, the optimizer has its state
+    memory: MemoryAccount | None = None
     try:
         for index in range(train.steps):
             begin = clock.mark()
             lr = learning_rate(index, train.steps, config.optimizer)
             batch = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
-            result = step(batch.tokens, batch.targets, lr, documents=batch.documents)
+            trained = partial(step, batch.tokens, batch.targets, lr, documents=batch.documents)
+            if index == watched:
+                result, memory = account(config, step, trained)
+            else:
+                result = trained()
             bubble = recorder.add(*pipelined.measured(begin, clock.mark())) if recorder else None
             seconds, started = time.perf_counter() - started, time.perf_counter()
             seen += result.tokens
             speed = result.tokens / seconds
-            line = {
+            line: dict[str, Any] = {
                 "step": index + 1,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
@@ -111,8 +120,14 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
                 "tokens_per_second": speed,
                 "mfu": speed * flops / peak,
             }
+            if step.scale.dynamic:
+                line |= {"loss_scale": result.scale, "skipped": step.scale.skipped}
+                if not result.taken:
+                    line["grad_norm"] = None  # JSON has no infinity
             if bubble is not None:
                 line |= {"bubble": bubble.measured, "bubble_predicted": bubble.predicted}
+            if index == watched and memory is not None:
+                line |= memory.metrics
             if data.validation is not None and _validates(index + 1, config):
                 line["val_loss"] = validate(pipelined, data.validation, config, positions, device)
                 started = time.perf_counter()
@@ -121,7 +136,7 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
             progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"), bubble)
         progress.close()
         if speaks:
-            progress.say(_closing(line, entropy, config, recorder))
+            progress.say(f"{_closing(line, entropy, config, recorder)}\n{memory}")
         if train.sample_tokens and mesh.dp.rank == 0:
             text = _sample(pipelined, data, config, device)
             if speaks:
@@ -169,10 +184,12 @@ def _opening(config: Config, model: GPT, data: Splits, entropy: float, device: t
     cut = f"{_sequence_cut(config)}\n" if size.sp > 1 else ""
     cut += f"{plan_stages(config)}\n" if size.pp > 1 else ""
     cut += f"{_zero(config)}\n" if size.zero else ""
+    most = max(memory.peak for memory in predicted_memory(config))
     tokens = sum(len(file) for file in data.files)
     return (
         f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
         f"{held / 1e6:.2f} M parameters {'on rank 0' if size.pp > 1 else 'a rank'}; {tokens / 1e6:.2f} M tokens\n{cut}"
+        f"memory of the rank that needs most: {most / 2**20:,.0f} MiB predicted\n"
         f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a "
         f"token; one that knows word counts (unigram entropy): {entropy:.3f}"
     )

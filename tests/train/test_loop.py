@@ -31,6 +31,7 @@ from megalite.testing import run_ranks
 from megalite.train.loop import open_data, pretrain
 
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "mfu"}
+MEMORY = {"memory", "memory_predicted"}  # of the second step
 STEPS = 12
 
 
@@ -73,6 +74,8 @@ def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         validated = line["step"] in (5, 10, STEPS)
+        measured = {name: line.pop(name) for name in MEMORY & line.keys()}
+        assert bool(measured) == (line["step"] == 2)
         assert line.keys() == KEYS | ({"val_loss"} if validated else set())
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values())
         assert line["tokens"] == line["step"] * 8 * 33
@@ -176,6 +179,24 @@ def test_a_better_division_is_said_at_the_end(config, tmp_path, capsys):
         assert advice(saved_step(folder)) in shown
 
 
+def test_memory_measured_beside_what_was_predicted(config, tmp_path, capsys):
+    """Of the rank with the highest peak: of two stages the first, which has a microbatch more in flight."""
+    config = replace(config, train=replace(config.train, steps=3), model=replace(config.model, tied=False, layers=4))
+    line = run(config, tmp_path, "run", dp=2, pp=2, zero=1, microbatches=4, division=(2, 2))[1]
+    shown = capsys.readouterr().out
+    measured, predicted = line["memory"], line["memory_predicted"]
+    names = ["parameters", "gradients", "optimizer", "activations", "buffers", "peak"]
+    assert measured.pop("rank") == 0 and list(measured) == list(predicted) == names
+    for name in names[:4]:
+        assert measured[name] == pytest.approx(predicted[name], rel=0.002)
+    lines = [line.removeprefix("rank 0: ") for line in shown.splitlines()]
+    header, *rows = lines[lines.index("memory of rank 0, which needs most, in MiB") + 1 :][:3]
+    assert header.split() == names
+    for row, title, values in zip(rows, ("predicted", "measured"), (predicted, measured), strict=True):
+        assert row.split() == [title, *(f"{values[name] / 2**20:.2f}" for name in names)]
+    assert "memory of the rank that needs most: 1 MiB predicted\n" in shown
+
+
 def test_how_sp_is_cut_is_said(config, tmp_path, capsys):
     config = replace(config, train=replace(config.train, seq_len=24, steps=2))
     run(config, tmp_path, "chosen", sp=4)
@@ -205,7 +226,7 @@ def test_validation_is_the_mean_loss_of_its_split(config, tmp_path):
 
 def test_without_validation_there_is_no_value(config, tmp_path):
     none = replace(config, data=replace(config.data, validation=0.0), train=replace(config.train, steps=2))
-    assert all(line.keys() == KEYS for line in run(none, tmp_path, "none"))
+    assert [line.keys() for line in run(none, tmp_path, "none")] == [KEYS, KEYS | MEMORY]
 
 
 def test_a_sample_without_a_tokenizer_says_so(config, tmp_path, capsys):

@@ -1,0 +1,123 @@
+"""What a step holds in memory, by kind, as predicted and as counted."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from megalite.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, resolve
+from megalite.parallel.mesh import Mesh
+from megalite.plan.rank_memory import predicted_memory
+from megalite.testing import run_ranks
+from megalite.train.memory import account, measured_memory
+from megalite.train.step import TrainStep
+
+LLAMA = ModelConfig(vocab_size=509, hidden=64, layers=4, heads=4, kv_heads=2, max_seq_len=64)
+GPT2 = dataclasses.replace(
+    LLAMA, positions="learned", norm="layernorm", activation="gelu_tanh", bias=True, tied=True, kv_heads=4, ffn=256
+)
+FULL = pytest.mark.full
+
+
+def counted(config):
+    """Of this rank, its place in the pipeline, its second step's memory, and whose is the most in the third."""
+    sizes = config.mesh
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.train.dtype))
+    try:
+        mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
+        step = TrainStep.of(config, mesh)
+        shape = config.train.global_batch // sizes.dp, config.train.seq_len // sizes.sp
+        tokens = torch.randint(config.model.vocab_size, shape)
+        step(tokens, tokens)
+        _, memory = measured_memory(step, lambda: step(tokens, tokens))
+        _, most = account(config, step, lambda: step(tokens, tokens))
+        return mesh.pp.rank, memory, most
+    finally:
+        torch.set_default_dtype(before)
+
+
+def both(model, mesh, **train):
+    """Of each rank what was predicted and what was counted."""
+    given = {"global_batch": 4 * mesh.dp, "seq_len": 32} | train
+    config = resolve(Config(model, mesh, train=TrainConfig(**given), optimizer=OptimizerConfig()), mesh.size)
+    predicted = predicted_memory(config)
+    ranks = run_ranks(counted, mesh.size, config)
+    assert len({most for *_, most in ranks}) == 1
+    return [(predicted[pp], memory) for pp, memory, _ in ranks]
+
+
+MESHES = {
+    "alone": MeshConfig(1),
+    "dp": MeshConfig(2),
+    "tp": MeshConfig(1, tp=2),
+    "tp, tokens whole": MeshConfig(1, tp=2, sequence_parallel=False),
+    "sp": MeshConfig(1, sp=2),
+    "ring": MeshConfig(1, sp=2, ulysses=1),
+    "pp": MeshConfig(1, pp=2),
+    "pp, zb-h1": MeshConfig(1, pp=2, schedule="zb-h1"),
+    "pp, zb-v": MeshConfig(1, pp=2, schedule="zb-v"),
+    "pp, gpipe, few layers last": MeshConfig(1, pp=2, schedule="gpipe", division=(3, 1)),
+    "pp, interleaved": MeshConfig(1, pp=2, schedule="interleaved-1f1b"),
+    "dp × tp": MeshConfig(2, tp=2),
+    "dp × pp": MeshConfig(2, pp=2),
+    "dp × sp, copies": MeshConfig(2, sp=2, shard=2),
+}
+
+
+CASES = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "every second": {"recompute": "full", "recompute_every": 2},
+    "microbatches": {"micro_batch": 1},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+def require_as_predicted(pairs, peak=(0.9, 1.25), activations=0.01):
+    for predicted, counted in pairs:
+        for name in ("parameters", "gradients", "optimizer"):
+            assert getattr(counted, name) == pytest.approx(getattr(predicted, name), rel=0.002), name
+        assert counted.activations == pytest.approx(predicted.activations, rel=activations)
+        assert peak[0] <= predicted.peak / counted.peak <= peak[1]
+        assert counted.buffers >= 0
+
+
+FEW = {
+    ("alone", "full"),
+    ("tp", "selective"),
+    ("dp × pp", "none"),
+    ("pp, zb-h1", "none"),
+    ("dp × sp, copies", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    [pytest.param(*pair, marks=() if pair in FEW else FULL) for pair in itertools.product(MESHES, CASES)],
+)
+def test_a_rank_holds_what_is_predicted(mesh, case):
+    require_as_predicted(both(LLAMA, MESHES[mesh], **CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["none", pytest.param("microbatches", marks=FULL)])
+@pytest.mark.parametrize("mesh", [mesh if mesh == "pp, zb-v" else pytest.param(mesh, marks=FULL) for mesh in MESHES])
+def test_with_learned_positions_biases_and_a_tied_embedding(mesh, case):
+    require_as_predicted(both(GPT2, MESHES[mesh], **CASES[case]))
+
+
+@pytest.mark.parametrize(
+    "case", ["none", pytest.param("microbatches", marks=FULL), pytest.param("bfloat16", marks=FULL)]
+)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp × pp", pytest.param("dp", marks=FULL), pytest.param("dp × tp", marks=FULL)])
+def test_with_zero(mesh, zero, case):
+    sizes = dataclasses.replace(MESHES[mesh], zero=zero)
+    require_as_predicted(both(LLAMA, sizes, **CASES[case]), peak=(0.85, 1.25))
+
+
+def test_with_zero_over_sp_in_groups_and_a_tied_embedding():
+    sizes = dataclasses.replace(MESHES["dp × sp, copies"], zero=1)
+    require_as_predicted(both(GPT2, sizes, micro_batch=1))
