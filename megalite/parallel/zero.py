@@ -167,9 +167,10 @@ class ShardedParameters:
         if not self._taking or parameter.grad is None:
             return
         bucket = self._bucket_of[parameter]
-        if self._last or self.stage >= 2 or bucket.half:  # else it goes on accumulating where it is
-            bucket.take(parameter)
-        if (self._last or self.stage >= 2) and len(bucket.arrived) == len(bucket.places) and not bucket.apart:
+        complete = self._last or self.stage >= 2
+        if complete or bucket.half:  # else it goes on accumulating where it is
+            bucket.take(parameter, complete)
+        if len(bucket.arrived) == len(bucket.places) and all(bucket.arrived.values()) and not bucket.apart:
             self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
@@ -190,7 +191,7 @@ class _Bucket:
         self.places: dict[nn.Parameter, int] = {}
         self.size = 0
         self.apart = False  # travels in `finish`
-        self.arrived: set[nn.Parameter] = set()
+        self.arrived: dict[Tensor, bool] = {}  # what is in the buffer, and whether it may be sent
         self.coming: Pending | None = None
         self.flat: Flat | None = None  # where weights are gathered to be read
         self._buffer: Tensor | None = None  # of gradients
@@ -225,7 +226,7 @@ class _Bucket:
         assert self.master.grad is not None, "before finish"
         return self.master.grad
 
-    def take(self, parameter: Tensor) -> None:
+    def take(self, parameter: Tensor, complete: bool = True) -> None:
         """Move a parameter's gradient, if it has one, into the buffer."""
         if parameter.grad is None:
             return
@@ -233,11 +234,11 @@ class _Bucket:
         place = self._place(parameter)
         place.add_(parameter.grad) if parameter in self.arrived else place.copy_(parameter.grad)
         parameter.grad = None
-        self.arrived.add(parameter)
+        self.arrived[parameter] = complete
 
     def send(self, shards: Axis) -> None:
         """Start summing over the shards."""
-        for parameter in self.places.keys() - self.arrived:
+        for parameter in self.places.keys() - self.arrived.keys():
             self._place(parameter).zero_()
         assert self._buffer is not None
         self._buffer[self.size :] = 0
