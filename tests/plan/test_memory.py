@@ -88,8 +88,11 @@ def test_a_block_keeps_what_is_predicted(model, recompute, dtype):
     config = MODELS[model]
     kept = measured(config, Mesh(), 2, 31, dtype, recompute=recompute)
     predicted = activation_bytes(config, ONE, 2 * 31, recompute, dtype.itemsize)
-    # layernorm of bfloat16 keeps its statistics in bfloat16 on CPUs
-    assert kept == predicted or (dtype == torch.bfloat16 and kept == pytest.approx(predicted, rel=0.01))
+    if dtype == torch.bfloat16 and config.norm == "layernorm" and recompute != "full":
+        # on CPUs either layernorm keeps its input, weight and bias in float32; selective recomputation the input too
+        more = 62 * config.hidden * (4 if recompute == "selective" else 2)
+        predicted += 2 * (more + 2 * 4 * config.hidden)
+    assert kept == predicted
 
 
 MESHES = {
