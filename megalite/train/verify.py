@@ -95,7 +95,8 @@ def verify(config: Config, device: torch.device) -> list[Row]:
     sizes = config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     batch = _drawn(config)
-    expected, _ = _run(replace(config, mesh=MeshConfig(1, microbatches=1)), Mesh(), batch, device)
+    plain = replace(config, mesh=MeshConfig(1, microbatches=1), train=replace(config.train, recompute="none"))
+    expected, _ = _run(plain, Mesh(), batch, device)
     actual, step = _run(config, mesh, batch, device)
 
     comparison = Comparison()
