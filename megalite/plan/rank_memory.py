@@ -137,8 +137,9 @@ class _Rank:
             put_off += {"F": 0, "B": factors, "W": -factors, "BW": 0}[kind]
             if kind in ("W", "BW"):
                 most = max(most, before + self.opening(stage, complete, gradients[stage]))
+                closing = self.closing(stage, complete, gradients[stage], takes)
                 gradients[stage] = self.gradients(stage, complete)
-                before = held + put_off + sum(gradients.values()) + self.closing(stage, takes)
+                most = max(most, held + put_off + sum(gradients.values()) - gradients[stage] + closing)
             most, most_held = max(most, before), max(most_held, held)
             most_put_off, most_gradients = max(most_put_off, put_off), max(most_gradients, sum(gradients.values()))
         stepped = self.wide * self.weights // self.shards
@@ -168,10 +169,13 @@ class _Rank:
             return 0
         return min(self.wide * self.weights_of(self.stage(stage)), self.bucket)
 
-    def closing(self, stage: int, takes: bool) -> int:
-        """Bytes beside the gradients when a backward ends: those that are narrow still, and what travels."""
+    def closing(self, stage: int, complete: bool, there: int, takes: bool) -> int:
+        """The most bytes of a stage's gradients when its backward ends: of all kinds, and what travels."""
         narrow = self.size * self.weights_of(self.stage(stage)) if takes and self.size < self.wide else 0
-        return narrow + self.travelling
+        now = self.gradients(stage, complete)
+        if self.mesh.zero == 1:
+            return max(there + narrow, now + self.travelling) if complete else now + narrow
+        return now + narrow + self.travelling
 
     @property
     def bucket(self) -> int:
@@ -188,8 +192,8 @@ class _Rank:
         all_of_it = self.wide * self.weights
         bucket = min(all_of_it, self.bucket)
         on_their_way = min(all_of_it, TRAVELLING * bucket)
-        filling = bucket if self.mesh.zero >= 2 and self.mesh.microbatches > 1 else 0
-        return filling + on_their_way + on_their_way // self.shards
+        again = self.mesh.zero >= 2 and self.mesh.microbatches > 1
+        return on_their_way + (bucket + on_their_way // self.shards if again else 0)
 
     def stage(self, number: int) -> Stage:
         return next(stage for stage in self.stages if stage.number == number)
