@@ -14,4 +14,5 @@ weight_gradients   of linears: added in place, at once or later
 lookup       rows of a table
 zero         optimizer state, gradients and weights in slices, one on each replica (dp × sp)
 gathered     weights in slices, whole only while they compute
+compression  sums of gradients in fewer bytes (dp × sp)
 """

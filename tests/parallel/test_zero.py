@@ -1,6 +1,7 @@
 """Slices of weights, gradients and optimizer state, against torch's DDP and FSDP2 and the whole batch on one rank."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -398,7 +399,7 @@ def test_whole_gradients_are_there_of_a_few_buckets_at_a_time(stage, microbatche
     everything = 12 * whole if stage == 1 and microbatches > 1 else 12 * whole // n
     assert everything / 2 <= max(peaks) <= everything + few
     sharded.finish()
-    gc.collect()
+    time.sleep(0.02)  # gloo's threads let go of what has arrived
     assert sum(live_bytes(known).values()) == 12 * whole // n
     assert sum(gradient.numel() for _, _, gradient in sharded.pieces()) == 12 * 64 * 64 // n
 

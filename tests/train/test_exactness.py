@@ -117,17 +117,17 @@ RECOMPUTE = ("none", "full", "selective")
 
 
 def cases_of_zero():
-    """Every mesh of up to 8 ranks with zero 0, 1 and 2, each time recomputed otherwise; the rest is drawn."""
+    """Every mesh of up to 8 ranks with zero 0 to 3, recomputed in three ways in turn; the rest is drawn."""
     number = itertools.count(3000)
     for dp, pp, sp, tp in itertools.product(range(1, 9), repeat=4):
-        for zero in (0, 1, 2) if dp * pp * sp * tp <= 8 else []:
+        for zero in (0, 1, 2, 3) if dp * pp * sp * tp <= 8 else []:
             i = next(number)
             draw = random.Random(i).choice
             schedule, chunks = draw(PIPELINES if pp <= 4 else [("1f1b", 0), ("zb-h1", 0)]) if pp > 1 else ("1f1b", 0)
             ulysses, layout = draw(divisors(sp)), draw(LAYOUTS)
             split, kept, shard = draw([True, True, False]), draw([False, True]), draw([0, 0, *divisors(dp * sp)])
             way = Way(dp, sp, tp, split, 0, ulysses, layout, kept, pp, schedule, chunks)
-            recompute = RECOMPUTE[(i // 3 + zero) % 3]
+            recompute = RECOMPUTE[(i // 4 + zero) % 3]
             many = draw([1, pp, pp + 1, 2 * pp] if pp > 1 else [1, 2, 3])
             yield pipelined(replace(way, zero=zero, shard=shard, recompute=recompute), many, draw([False, True]), i)
 
@@ -200,6 +200,8 @@ HANDFUL = [
     (Case("gpt2", layers=3), Way(dp=2, pp=2, schedule="zb-h1", micro_batch=1, zero=2)),
     (Case("llama tied", layers=4), Way(dp=2, pp=2, schedule="zb-v", micro_batch=1, zero=1, recompute="selective")),
     (Case("gpt2", length=12), Way(dp=2, pp=2, sp=2, micro_batch=1, zero=2, shard=2, recompute="full")),
+    (Case("gpt2", batch=6), Way(dp=3, tp=2, micro_batch=1, zero=3, recompute="selective")),
+    (Case("llama tied", layers=4, batch=8), Way(dp=4, pp=2, schedule="zb-v", micro_batch=1, zero=3, shard=2)),
 ]
 
 
