@@ -88,6 +88,10 @@ def check(config: Config) -> Config:
     if mesh.compress != "none" and (mesh.zero or train.dtype in ("bfloat16", "float16")):
         with_it = f"mesh.zero={mesh.zero}" if mesh.zero else f"train.dtype={train.dtype!r}"
         raise ConfigError(f"mesh.compress: {mesh.compress!r} given; 'none' would do with {with_it}")
+    if config.optimizer.name == "muon" and mesh.zero:
+        raise ConfigError(
+            f"mesh.zero: {mesh.zero} given; 0 would do with optimizer.name='muon', which orthogonalises whole matrices"
+        )
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:

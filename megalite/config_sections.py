@@ -137,8 +137,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, clipping."""
+    """AdamW or Muon, the learning-rate schedule, clipping."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of blocks; adamw for the rest
     lr: float = 3e-4
     min_lr: float = 0.1  # of lr, at the end
     warmup: int = 10  # steps

@@ -5,5 +5,5 @@ step       one step: microbatches, backward, update        lr         the learni
 gradients  everything between backward and the update      metrics    metrics.jsonl, FLOPs, MFU
 progress   what the console shows                          verify     this mesh against the mesh of one
 pipelined  a model as the stages of a pipeline             precision  the loss scale of float16
-memory     what a rank's memory holds in a step
+memory     what a rank's memory holds in a step            muon       Muon, for matrices cut over tp
 """

@@ -1,16 +1,33 @@
-"""AdamW, fused where the device has it; matrices decay, vectors (norms, biases) do not.
+"""AdamW, fused where the device has it, alone or beside Muon; matrices decay, vectors (norms, biases) do not.
 
 Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019); groups as in Brown et al., GPT-3 (2020), B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megalite.config import OptimizerConfig
+from megalite.model.gpt import GPT
+from megalite.parallel.sharding import Shard
+from megalite.parallel.zero import ShardedParameters
+from megalite.train.gradients import Buckets
+from megalite.train.muon import Muon
+
+
+def optimizer_of(
+    model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]
+) -> torch.optim.AdamW | MuonAndAdamW:
+    """What steps the weights of a model, or their masters."""
+    if config.name == "muon":
+        return MuonAndAdamW(model, config, buckets, table)
+    return adamw(buckets.masters if isinstance(buckets, ShardedParameters) else matrices_of(model), config)
 
 
 def matrices_of(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
@@ -33,3 +50,59 @@ def adamw(stepped: Iterable[tuple[nn.Parameter, bool]], config: OptimizerConfig)
         eps=config.eps,
         fused=fused,
     )
+
+
+class MuonAndAdamW:
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases; to be used as one optimizer.
+
+    Masters of half-precision weights must be whole: ValueError where they are divided (ZeRO).
+    """
+
+    def __init__(self, model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]) -> None:
+        self._views: list[tuple[nn.Parameter, nn.Parameter, int]] = []  # of masters, and where they start
+        stepped = {parameter: parameter for parameter in model.parameters()}
+        if isinstance(buckets, ShardedParameters):
+            if buckets.shards.size > 1:
+                raise ValueError("zero given; 0 would do with Muon, which orthogonalises whole matrices")
+            for bucket in buckets.buckets:
+                for parameter, start in bucket.places.items():
+                    view = _part(bucket.master.detach(), start, parameter)
+                    stepped[parameter] = nn.Parameter(view)
+                    self._views.append((stepped[parameter], bucket.master, start))
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = {stepped[p]: table[name] for name, p in named if name.startswith("blocks.") and p.ndim == 2}
+        others = [(stepped[p], p.ndim >= 2) for _, p in named if stepped[p] not in matrices]
+        muon = Muon(matrices, model.mesh.tp, lr=config.lr, weight_decay=config.weight_decay) if matrices else None
+        self._optimizers = [*([muon] if muon else []), *([adamw(others, config)] if others else [])]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of both."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """Of both."""
+        return ChainMap(*(optimizer.state for optimizer in self._optimizers))
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As of an optimizer."""
+        return self._optimizers[0].register_step_pre_hook(hook)
+
+    def step(self) -> None:
+        """One update of all that have a gradient."""
+        for view, master, start in self._views:
+            view.grad = None if master.grad is None else _part(master.grad, start, view)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of gradients, masters' included."""
+        for _, master, _ in self._views:
+            master.grad = None
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def _part(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    return flat[start : start + like.numel()].view_as(like)

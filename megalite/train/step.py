@@ -30,7 +30,7 @@ from megalite.parallel.vocab import IGNORE_INDEX
 from megalite.parallel.zero import ShardedParameters
 from megalite.plan.stages import plan_stages
 from megalite.train.gradients import Buckets, finish_gradients, pieces_of
-from megalite.train.optimizer import adamw, matrices_of
+from megalite.train.optimizer import optimizer_of
 from megalite.train.pipelined import Microbatch, PipelinedGPT, parts_of
 from megalite.train.precision import LossScale
 
@@ -77,8 +77,7 @@ class TrainStep:
         self.table = shard_table(model, self.mesh.tp)
         self.buckets = _buckets(model, zero, bucket_mb, compress)
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
-        stepped = self.buckets.masters if isinstance(self.buckets, ShardedParameters) else matrices_of(model)
-        self.optimizer = adamw(stepped, config)
+        self.optimizer = optimizer_of(model, config, self.buckets, self.table)
         self.scale = LossScale(model.dtype)
         self.steps = 0
 
