@@ -124,10 +124,6 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
                 line |= {"loss_scale": result.scale, "skipped": step.scale.skipped}
                 if not result.taken:
                     line["grad_norm"] = None  # JSON has no infinity
-            if step.scale.dynamic:
-                line |= {"loss_scale": result.scale, "skipped": step.scale.skipped}
-                if not result.taken:
-                    line["grad_norm"] = None  # JSON has no infinity
             if bubble is not None:
                 line |= {"bubble": bubble.measured, "bubble_predicted": bubble.predicted}
             if index == watched and memory is not None:
