@@ -399,8 +399,11 @@ def test_whole_gradients_are_there_of_a_few_buckets_at_a_time(stage, microbatche
     everything = 12 * whole if stage == 1 and microbatches > 1 else 12 * whole // n
     assert everything / 2 <= max(peaks) <= everything + few
     sharded.finish()
-    time.sleep(0.02)  # gloo's threads let go of what has arrived
-    assert sum(live_bytes(known).values()) == 12 * whole // n
+    looks = []
+    for _ in range(4):
+        time.sleep(0.02)  # gloo's threads let go of what has arrived
+        looks.append(sum(live_bytes(known).values()))
+    assert min(looks) == 12 * whole // n
     assert sum(gradient.numel() for _, _, gradient in sharded.pieces()) == 12 * 64 * 64 // n
 
 
