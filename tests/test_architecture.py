@@ -142,6 +142,7 @@ WITHOUT_TORCH = [
     "megalite.plan",
     "megalite.plan.stages",
     "megalite.plan.memory",
+    "megalite.plan.rank_memory",
     "megalite.plan.measured_division",
     "megalite.launch.cli",
     "megalite.pytest_plugin",
