@@ -88,6 +88,8 @@ def check(config: Config) -> Config:
     if mesh.compress != "none" and (mesh.zero or train.dtype in ("bfloat16", "float16")):
         with_it = f"mesh.zero={mesh.zero}" if mesh.zero else f"train.dtype={train.dtype!r}"
         raise ConfigError(f"mesh.compress: {mesh.compress!r} given; 'none' would do with {with_it}")
+    if config.optimizer.state_dtype == "bfloat16" and train.dtype == "float64":
+        raise ConfigError("optimizer.state_dtype: 'bfloat16' given; 'float32' would do with train.dtype='float64'")
     if config.optimizer.name == "muon" and mesh.zero:
         raise ConfigError(
             f"mesh.zero: {mesh.zero} given; 0 would do with optimizer.name='muon', which orthogonalises whole matrices"

@@ -149,6 +149,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's running means; float64's are float64
     clip: float = 1.0  # global gradient norm; 0: never
 
 

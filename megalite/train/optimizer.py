@@ -19,11 +19,12 @@ from megalite.parallel.sharding import Shard
 from megalite.parallel.zero import ShardedParameters
 from megalite.train.gradients import Buckets
 from megalite.train.muon import Muon
+from megalite.train.small_state import AdamWOfSmallState
 
 
 def optimizer_of(
     model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]
-) -> torch.optim.AdamW | MuonAndAdamW:
+) -> torch.optim.Optimizer | MuonAndAdamW:
     """What steps the weights of a model, or their masters."""
     if config.name == "muon":
         return MuonAndAdamW(model, config, buckets, table)
@@ -35,21 +36,21 @@ def matrices_of(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
     return [(p, p.ndim >= 2) for p in model.parameters() if p.requires_grad]
 
 
-def adamw(stepped: Iterable[tuple[nn.Parameter, bool]], config: OptimizerConfig) -> torch.optim.AdamW:
+def adamw(
+    stepped: Iterable[tuple[nn.Parameter, bool]], config: OptimizerConfig
+) -> torch.optim.AdamW | AdamWOfSmallState:
     """AdamW over what is stepped, in two groups. stepped: parameters, or flat slices of some, and whether they decay"""
     stepped = list(stepped)
     groups = [
         {"params": [p for p, decays in stepped if decays], "weight_decay": config.weight_decay},
         {"params": [p for p, decays in stepped if not decays], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    betas = config.beta1, config.beta2
+    if config.state_dtype == "bfloat16":
+        return AdamWOfSmallState(groups, lr=config.lr, betas=betas, eps=config.eps)
     fused = all(p.device.type in ("cpu", "cuda") for p, _ in stepped)
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=fused,
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
 class MuonAndAdamW:
