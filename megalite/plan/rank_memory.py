@@ -4,7 +4,7 @@ parameters   what the Shard arithmetic leaves on the rank: rows of a padded voca
              too, norms whole, a copy of a tied embedding at each end of a pipeline
 gradients    the most that lasts from one backward to the next: all, in float32 where weights are narrower; with ZeRO 1
              all where microbatches add up and slices otherwise, with ZeRO 2 slices
-optimizer    two moments of each weight, and float32 masters of narrower weights; slices with ZeRO
+optimizer    two moments of each weight, of what Muon steps one, float32 masters of narrower weights; slices with ZeRO
 activations  the most that forwards have left for backwards to come, over the rank's part of the schedule
 buffers      about what works beside these at the peak: a block's or the head's backward, buckets that travel
 peak         the most at one moment; activations fall while gradients grow, so it can be less than the sum
@@ -142,10 +142,10 @@ class _Rank:
                 most = max(most, held + put_off + sum(gradients.values()) - gradients[stage] + closing)
             most, most_held = max(most, before), max(most_held, held)
             most_put_off, most_gradients = max(most_put_off, put_off), max(most_gradients, sum(gradients.values()))
-        stepped = self.wide * self.weights // self.shards
+        stepped = self.wide * self.weights // self.shards  # ZeRO and Muon exclude each other
         parameters = self.size * self.weights // (self.shards if self.mesh.zero == 3 else 1)
         gradient = max(most_gradients, stepped)
-        optimizer = stepped * (2 if self.size == self.wide else 3)
+        optimizer = stepped * (2 if self.size == self.wide else 3) - self.wide * self.momenta
         working = self.working(takes) + self.gathered
         peak = parameters + optimizer + max(most, gradient) + working
         return RankMemory(parameters, gradient, optimizer, most_held, working + most_put_off + self.travelling, peak)
@@ -208,6 +208,16 @@ class _Rank:
         """Weights whose gradient stays whole and narrow until the step's end: a tied embedding's in a pipeline."""
         shared = self.model.tied and self.mesh.pp > 1 and (self.mesh.zero > 0 or self.size < self.wide)
         return self.words * self.model.hidden if shared and (stage.has_head or stage.has_embedding) else 0
+
+    @property
+    def momenta(self) -> int:
+        """Weights of which one moment is kept, and not two: with Muon, the matrices of blocks."""
+        if self.config.optimizer.name != "muon":
+            return 0
+        shapes = {
+            name: shard.local_shape for name, shard in parameter_shards(self.model, self.mesh.tp, self.stages).items()
+        }
+        return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blocks.") and len(shape) > 1)
 
     # --- activations
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ def counted(config):
         torch.set_default_dtype(before)
 
 
-def both(model, mesh, **train):
+def both(model, mesh, optimizer="adamw", **train):
     """Of each rank what was predicted and what was counted."""
     given = {"global_batch": 4 * mesh.dp, "seq_len": 32} | train
-    config = resolve(Config(model, mesh, train=TrainConfig(**given), optimizer=OptimizerConfig()), mesh.size)
+    config = resolve(Config(model, mesh, train=TrainConfig(**given), optimizer=OptimizerConfig(optimizer)), mesh.size)
     predicted = predicted_memory(config)
     ranks = run_ranks(counted, mesh.size, config)
     assert len({most for *_, most in ranks}) == 1
@@ -121,3 +122,29 @@ def test_with_zero(mesh, zero, case):
 def test_with_zero_over_sp_in_groups_and_a_tied_embedding():
     sizes = dataclasses.replace(MESHES["dp × sp, copies"], zero=1)
     require_as_predicted(both(GPT2, sizes, micro_batch=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_muon_keeps_one_moment_of_the_matrices_of_blocks(dtype):
+    require_as_predicted(both(LLAMA, MESHES["tp"], "muon", dtype=dtype))
+
+
+def stepped(model, counts):
+    """The weights after two steps, of which the second may be counted."""
+    config = resolve(Config(model, MeshConfig(1), train=TrainConfig(global_batch=4, micro_batch=2, seq_len=32)), 1)
+    step = TrainStep.of(config, Mesh())
+    tokens = torch.randint(model.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+    step(tokens, tokens)
+    run = partial(step, tokens, tokens)
+    result = measured_memory(step, run)[0] if counts else run()
+    third = step(tokens, tokens)
+    return [result.loss, third.loss, *step.model.state_dict().values()], step
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_counting_changes_no_bit_and_leaves_nothing_behind(model):
+    (counted, step), (plain, other) = stepped(model, True), stepped(model, False)
+    assert all(a == b if isinstance(a, float) else torch.equal(a, b) for a, b in zip(counted, plain, strict=True))
+    assert step.pipelined.after_backward is None
+    assert len(step.model._forward_hooks) == len(other.model._forward_hooks)
+    assert len(step.model._forward_pre_hooks) == len(other.model._forward_pre_hooks)
