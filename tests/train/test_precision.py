@@ -1,6 +1,8 @@
 """Half precision: how far from float64 it is, that what adds up does so in float32, and float16's loss scale."""
 
 import contextlib
+import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -11,16 +13,29 @@ from torch import nn
 from torch.nn.functional import rms_norm
 from trajectory import GPT2, LLAMA, Case, Way
 
-from megalite.config import OptimizerConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    check,
+    resolve,
+)
+from megalite.data import TokenWriter
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.rope import rotary, rotated_qkv
 from megalite.parallel.lookup import lookup
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.parameters import cut
+from megalite.parallel.vocab import vocab_parallel_linear_cross_entropy
 from megalite.testing import run_ranks
 from megalite.train.gradients import pieces_of
+from megalite.train.loop import pretrain
 from megalite.train.precision import LossScale
 from megalite.train.step import TrainStep
 from megalite.train.verify import own_share
@@ -108,6 +123,16 @@ def test_attention_is_rounded_once(dtype):
     for window in (None, 40):
         attend = core(Mesh(), 96, None, window, "zigzag", False)
         assert apart(attend(q, k, v), attend(q.double(), k.double(), v.double())) < EPS[dtype]
+
+
+def test_a_sum_over_tokens_may_pass_what_float16_holds():
+    """Before it is divided by their number: 4096 tokens add 30 each to the gradient of one row."""
+    x, weight = torch.full((4096, 8), 32.0, dtype=torch.float16), torch.zeros(16, 8, dtype=torch.float16)
+    targets = torch.zeros(4096, dtype=torch.int64)
+    weight.requires_grad_()
+    (vocab_parallel_linear_cross_entropy(x, weight, targets, Axis(), reduction="sum") / 4096).backward()
+    assert weight.grad.dtype == torch.float16
+    torch.testing.assert_close(weight.grad[0], torch.full((8,), -30.0, dtype=torch.float16))
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
@@ -385,3 +410,34 @@ def test_a_scale_too_large_finds_its_way_down():
         taken = [result.taken for result in results]
         assert not taken[0] and taken[-1] and taken == sorted(taken)
         assert results[-1].loss < results[0].loss - 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_in_float16_writes_its_scale_and_what_it_skipped(tmp_path, name):
+    with TokenWriter(tmp_path / "tokens", 97, 4) as writer:
+        writer.write(torch.arange(4000).numpy() % 97)
+    config = Config(
+        ModelConfig(vocab_size=97, hidden=32, layers=2, heads=2),
+        MeshConfig(2),
+        DataConfig((str(tmp_path / "tokens"),), validation=0.1),
+        TrainConfig(steps=8, global_batch=8, seq_len=32, validation_batches=1, dtype="float16"),
+        OptimizerConfig(lr=1e-2, warmup=2, name=name),
+        RunConfig(str(tmp_path / "run")),
+    )
+
+    def run():
+        made = LossScale.__init__.__defaults__
+        LossScale.__init__.__defaults__ = (2.0**36, *made[1:])
+        try:
+            pretrain(resolve(check(config)), torch.device("cpu"))
+        finally:
+            LossScale.__init__.__defaults__ = made
+
+    run_ranks(run, 2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss_scale"] == 2.0**36 and lines[0]["grad_norm"] is None and lines[0]["skipped"] == 1
+    for line, following in itertools.pairwise(lines):
+        taken = line["grad_norm"] is not None
+        assert following["loss_scale"] == line["loss_scale"] / (1 if taken else 2)
+    assert lines[-1]["skipped"] == sum(line["grad_norm"] is None for line in lines)
+    assert math.isfinite(lines[-1]["val_loss"])
