@@ -154,11 +154,10 @@ class _Rank:
 
     def gradients(self, stage: int, complete: bool) -> int:
         """Bytes of a stage's gradients after a backward; complete: after the last of a step."""
-        own = self.stage(stage)
-        apart = self.apart(own)
-        weights = self.weights_of(own) - apart
+        apart = self.apart[stage]
+        weights = self.weights_of[stage] - apart
         sharded = self.mesh.zero >= 2 or (self.mesh.zero == 1 and complete)
-        return weights * self.wide // (self.shards if sharded else 1) + apart * self.size
+        return weights * self.wide // (self.shards if sharded else 1) + apart * self.wide
 
     def opening(self, stage: int, complete: bool, there: int) -> int:
         """Bytes of the buckets that open while all activations are still there; there: of gradients that are."""
@@ -167,11 +166,11 @@ class _Rank:
         half, travels = self.size < self.wide, self.mesh.dp * self.mesh.sp > 1 and (complete or self.mesh.zero >= 2)
         if (half and there) or not (half or travels):
             return 0
-        return min(self.wide * self.weights_of(self.stage(stage)), self.bucket)
+        return min(self.wide * self.weights_of[stage], self.bucket)
 
     def closing(self, stage: int, complete: bool, there: int, takes: bool) -> int:
         """The most bytes of a stage's gradients when its backward ends: of all kinds, and what travels."""
-        narrow = self.size * self.weights_of(self.stage(stage)) if takes and self.size < self.wide else 0
+        narrow = self.size * self.weights_of[stage] if takes and self.size < self.wide else 0
         now = self.gradients(stage, complete)
         if self.mesh.zero == 1:
             return max(there + narrow, now + self.travelling) if complete else now + narrow
@@ -195,19 +194,28 @@ class _Rank:
         again = self.mesh.zero >= 2 and self.mesh.microbatches > 1
         return on_their_way + (bucket + on_their_way // self.shards if again else 0)
 
-    def stage(self, number: int) -> Stage:
-        return next(stage for stage in self.stages if stage.number == number)
+    @cached_property
+    def weights_of(self) -> dict[int, int]:
+        """Weights of each stage alone; a tied embedding counts where it is the head, if both are here."""
+        table = self.words * self.model.hidden * self.model.tied
+        return {
+            stage.number: held_weights(self.model, self.mesh.tp, [stage]) - table * (stage is self.repeats)
+            for stage in self.stages
+        }
 
-    def weights_of(self, stage: Stage) -> int:
-        """Of a stage alone; a tied embedding counts where it is the head, if both are here."""
-        weights = held_weights(self.model, self.mesh.tp, [stage])
-        twice = self.model.tied and stage.has_embedding and not stage.has_head and any(s.has_head for s in self.stages)
-        return weights - (self.words * self.model.hidden if twice else 0)
-
-    def apart(self, stage: Stage) -> int:
-        """Weights whose gradient stays whole and narrow until the step's end: a tied embedding's in a pipeline."""
+    @cached_property
+    def apart(self) -> dict[int, int]:
+        """Those whose gradient stays whole until the step's end: a tied embedding's in a pipeline."""
         shared = self.model.tied and self.mesh.pp > 1 and (self.mesh.zero > 0 or self.size < self.wide)
-        return self.words * self.model.hidden if shared and (stage.has_head or stage.has_embedding) else 0
+        table = self.words * self.model.hidden if shared else 0
+        ends = [stage for stage in self.stages if stage.has_embedding or stage.has_head]
+        return {stage.number: table * (stage in ends and stage is not self.repeats) for stage in self.stages}
+
+    @property
+    def repeats(self) -> Stage | None:
+        """The stage of the embedding, where another one here is that of the head."""
+        first, last = self.stages[0], self.stages[-1]
+        return first if first is not last and first.has_embedding and last.has_head else None
 
     @property
     def momenta(self) -> int:

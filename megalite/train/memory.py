@@ -93,7 +93,8 @@ def account(config: Config, step: TrainStep, run: Callable[[], StepResult]) -> t
     result, memory = measured_memory(step, run)
     mesh, rank = step.mesh, 0
     if mesh.size > 1:
-        own = torch.tensor(astuple(memory), device=step.pipelined.device)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # gloo gathers none of a GPU's
+        own = torch.tensor(astuple(memory), device=device)
         rows = [torch.empty_like(own) for _ in range(mesh.size)]
         dist.all_gather(rows, own)
         every = [RankMemory(*row.tolist()) for row in rows]
