@@ -45,7 +45,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
     "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
     "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
-    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.zero": (0, 2), "mesh.shard": (0, INF),
+    "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.zero": (0, 3), "mesh.shard": (0, INF),
     "mesh.compress_rank": (1, INF), "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
     "data.validation": (0, 0.9),
     "train.steps": (1, INF), "train.global_batch": (1, INF), "train.micro_batch": (0, INF), "train.seq_len": (1, INF),
