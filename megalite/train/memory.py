@@ -200,8 +200,7 @@ def _stepped(step: TrainStep) -> Iterator[Tensor]:
     """Weights or masters, and the optimizer's state of them."""
     for group in step.optimizer.param_groups:
         yield from group["params"]
-    states = step.optimizer.state
-    for state in (state for one in getattr(states, "maps", [states]) for state in one.values()):
+    for state in step.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

@@ -5,8 +5,7 @@ Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019); group
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -82,9 +81,9 @@ class MuonAndAdamW:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
-    def state(self) -> MutableMapping[Tensor, Any]:
+    def state(self) -> dict[Tensor, Any]:
         """Of both."""
-        return ChainMap(*(optimizer.state for optimizer in self._optimizers))
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As of an optimizer."""

@@ -98,7 +98,7 @@ def test_gradients_that_travel_over_dp_and_not_over_sp_are_named():
     def plant(patch):
         init = GradientBuckets.__init__
         patch.setattr(
-            GradientBuckets, "__init__", lambda self, parameters, axis, mb, shared: init(self, parameters, Axis(), mb)
+            GradientBuckets, "__init__", lambda self, parameters, axis, *more: init(self, parameters, Axis(), *more)
         )
 
     found = failed(rows(twin_of_sp("llama-tiny", MeshConfig(1, sp=2)), plant))
@@ -108,7 +108,7 @@ def test_gradients_that_travel_over_dp_and_not_over_sp_are_named():
 
 def test_norms_that_are_not_summed_are_named():
     def plant(patch):
-        patch.setattr(gradients, "sum_partial_gradients", lambda parameters, table, axis: None)
+        patch.setattr(gradients, "sum_partial_pieces", lambda pieces, table, axis: None)
 
     found = failed(rows(twin("llama-tiny", 1, 2), plant))
     wrong = {"norm.weight"} | {f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "mlp")}
@@ -118,7 +118,7 @@ def test_norms_that_are_not_summed_are_named():
 
 def test_replicated_kv_heads_that_are_not_summed_are_named():
     def plant(patch):
-        patch.setattr(gradients, "sum_partial_gradients", lambda parameters, table, axis: None)
+        patch.setattr(gradients, "sum_partial_pieces", lambda pieces, table, axis: None)
 
     config = twin("llama-tiny", 1, 2, sequence_parallel=False)
     config = replace(config, model=replace(config.model, kv_heads=1))
@@ -154,8 +154,8 @@ def test_a_norm_that_is_wrong_in_the_ninth_digit_is_named():
     def plant(patch):
         whole = gradients.gradient_norm
 
-        def wrong(model, table, tp):
-            return whole(model, table, tp) * (1 + 1e-9 * (tp.size > 1))
+        def wrong(model, table, mesh, buckets):
+            return whole(model, table, mesh, buckets) * (1 + 1e-9 * (mesh.size > 1))
 
         patch.setattr(gradients, "gradient_norm", wrong)
 
