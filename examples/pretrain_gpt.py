@@ -54,13 +54,14 @@ def main(overrides: list[str]) -> None:
         if world.rank == 0 and (done % 10 == 0 or done in (1, train.steps)):
             print(f"step {done}/{train.steps}  loss {result.loss:.3f}  grad_norm {result.grad_norm:.2f}", flush=True)
 
-    # Every rank of pp, sp and tp generates the same tokens; one share of dp is enough.
-    if mesh.dp.rank == 0 and data.files[0].tokenizer_path:
-        tokenizer = load_tokenizer(data.files[0].tokenizer_path)
-        prompt = torch.tensor([tokenizer.encode("def ").ids], device=device)
-        written = generate(step.model, prompt, train.sample_tokens, seed=train.seed, logits_of=step.pipelined.logits)
-        if world.rank == 0:
-            print(tokenizer.decode(written[0].tolist()))
+    # Every rank of pp, sp and tp generates the same tokens; one share of dp is enough, whose weights are then whole.
+    with step.gathered():
+        if mesh.dp.rank == 0 and data.files[0].tokenizer_path:
+            tokenizer = load_tokenizer(data.files[0].tokenizer_path)
+            prompt, logits_of = torch.tensor([tokenizer.encode("def ").ids], device=device), step.pipelined.logits
+            written = generate(step.model, prompt, train.sample_tokens, seed=train.seed, logits_of=logits_of)
+            if world.rank == 0:
+                print(tokenizer.decode(written[0].tolist()))
     leave()
 
 

@@ -152,12 +152,13 @@ class _Span:
     def __init__(self, gathering: Gathering, unit: Unit, flats: Collection[Flat]) -> None:
         self.gathering, self.unit, self.flats = gathering, unit, flats
         self.entered: list[Tensor | None] = []
-        unit.first.register_forward_pre_hook(self._enter)
+        unit.first.register_forward_pre_hook(self._enter, with_kwargs=True)
         unit.last.register_forward_hook(self._leave, always_call=True)  # also where forward raises
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.gathering.use(self.flats, self.after)
-        self.entered.append(next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None))
+        given = (*inputs, *named.values())
+        self.entered.append(next((x for x in given if isinstance(x, Tensor) and x.requires_grad), None))
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not self.entered:
@@ -167,7 +168,7 @@ class _Span:
         if self.unit.again and isinstance(output, Tensor) and output.grad_fn is not None:
             backward = _Backward(self)
             output.grad_fn.register_prehook(backward.begin)
-            if x is not None and torch.is_grad_enabled():
+            if x is not None:
                 x.register_hook(backward.end)
 
 

@@ -137,8 +137,9 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
         progress.close()
         if speaks:
             progress.say(f"{_closing(line, entropy, config, recorder)}\n{memory}")
-        if train.sample_tokens and mesh.dp.rank == 0:
-            text = _sample(pipelined, data, config, device)
+        if train.sample_tokens:
+            with step.gathered():  # every rank of dp has a slice of the weights, one of them samples
+                text = _sample(pipelined, data, config, device) if mesh.dp.rank == 0 else ""
             if speaks:
                 progress.say(text)
     finally:
