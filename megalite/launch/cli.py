@@ -42,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    if world is not None and code:
-        os._exit(code)  # a rank that fails must not wait for the others while it takes its groups down
+    if world is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A rank that fails must not wait for the others while it takes its groups down; and where one is done, gloo's
+        # threads may outlive what Python takes down at its end, which aborted a finished run once.
+        os._exit(code)
     sys.exit(code)
 
 
