@@ -10,11 +10,20 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from megalite.config_sections import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from megalite.config_sections import (
+    CheckpointConfig,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megalite.errors import ConfigError
 
 __all__ = [
     "BOUNDS",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "MeshConfig",
@@ -36,6 +45,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -54,6 +64,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "optimizer.lr": (0, INF), "optimizer.min_lr": (0, 1), "optimizer.warmup": (0, INF), "optimizer.decay": (0, 1),
     "optimizer.weight_decay": (0, INF), "optimizer.beta1": (0, 0.9999999), "optimizer.beta2": (0, 0.9999999),
     "optimizer.eps": (0, 1), "optimizer.clip": (0, INF),
+    "checkpoint.every": (0, INF), "checkpoint.keep": (0, INF), "checkpoint.keep_every": (0, INF),
     "run.ranks": (1, 2**20), "run.timeout": (1, 10**6),
 }  # fmt: skip
 

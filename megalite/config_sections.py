@@ -154,6 +154,19 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is kept, and from where it goes on."""
+
+    every: int = 0  # steps; 0: at the end only
+    at_end: bool = True  # after the last step, and where the run is asked to leave
+    keep: int = 2  # the newest so many; 0: all
+    keep_every: int = 0  # and each whose step is a multiple of it
+    resume: str = "auto"  # the newest that is complete, of run.dir; "never": anew, what is there put aside; a folder
+    asynchronous: bool = True  # written beside the steps that follow
+    on_error: Literal["stop", "warn"] = "stop"  # where one cannot be written
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where the run writes, and on what it runs."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalite.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     MeshConfig,
@@ -373,6 +374,7 @@ EVERYTHING = Config(
     DataConfig(("a/b", 'c "quoted" \\ back', "ümläut"), (0.25, 1e-7, 3.0), 0.125, "stdlib", True),
     TrainConfig(steps=7, global_batch=4, micro_batch=1, seq_len=65, seed=2**63 - 1, dtype="float64", z_loss=1e-4),
     OptimizerConfig(lr=1e-22, schedule="wsd", warmup=0, beta1=0.0, clip=0.0, eps=0.0),
+    CheckpointConfig(5, False, 0, 7, "runs/other", False, "warn"),
     RunConfig("runs/x\ty\nz", 6, 12.5),
 )
 

@@ -51,7 +51,7 @@ def config(tmp_path):
         DataConfig((str(tmp_path / "tokens"),), validation=0.1),
         TrainConfig(steps=STEPS, global_batch=8, seq_len=33, validate_every=5, validation_batches=2),
         OptimizerConfig(lr=1e-2, warmup=2),
-        RunConfig(str(tmp_path / "run")),
+        run=RunConfig(str(tmp_path / "run")),
     )
 
 

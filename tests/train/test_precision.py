@@ -437,7 +437,7 @@ def test_a_run_in_float16_writes_its_scale_and_what_it_skipped(tmp_path, name):
         DataConfig((str(tmp_path / "tokens"),), validation=0.1),
         TrainConfig(steps=8, global_batch=8, seq_len=32, validation_batches=1, dtype="float16"),
         OptimizerConfig(lr=1e-2, warmup=2, name=name),
-        RunConfig(str(tmp_path / "run")),
+        run=RunConfig(str(tmp_path / "run")),
     )
 
     def run():
