@@ -53,7 +53,9 @@ INF = math.inf
 BOUNDS: dict[str, tuple[float, float]] = {  # least and most, both allowed
     "model.vocab_size": (1, 2**32), "model.hidden": (1, INF), "model.layers": (1, INF), "model.heads": (1, INF),
     "model.kv_heads": (1, INF), "model.head_dim": (1, INF), "model.ffn": (1, INF), "model.max_seq_len": (1, INF),
-    "model.window": (0, INF), "model.rope_theta": (1, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF),
+    "model.window": (0, INF), "model.norm_eps": (0, 1), "model.init_std": (0, INF), "model.rope_theta": (1, INF),
+    "model.rope_factor": (1, INF), "model.rope_low": (0, INF), "model.rope_high": (0, INF),
+    "model.rope_original": (1, INF),
     "mesh.dp": (0, INF), "mesh.pp": (1, INF), "mesh.sp": (1, INF), "mesh.tp": (1, INF),
     "mesh.ulysses": (0, INF), "mesh.bucket_mb": (0.001, INF), "mesh.zero": (0, 3), "mesh.shard": (0, INF),
     "mesh.compress_rank": (1, INF), "mesh.chunks": (0, INF), "mesh.microbatches": (0, INF),
@@ -87,6 +89,10 @@ def check(config: Config) -> Config:
         raise ConfigError(f"model.hidden: {model.hidden} given; a multiple of model.heads={model.heads} would do")
     if model.positions == "rope" and model.head_dim % 2:
         raise ConfigError(f"model.head_dim: {model.head_dim} given; an even number would do, since rope turns pairs")
+    if model.rope_scaling == "llama3" and model.rope_high <= model.rope_low:
+        raise ConfigError(
+            f"model.rope_high: {model.rope_high} given; more than model.rope_low={model.rope_low} would do"
+        )
     if train.seq_len > model.max_seq_len:
         raise ConfigError(
             f"train.seq_len: {train.seq_len} given; at most model.max_seq_len={model.max_seq_len} would do"
@@ -96,15 +102,7 @@ def check(config: Config) -> Config:
             f"mesh.chunks: {mesh.chunks} given; 0 would do with mesh.schedule={mesh.schedule!r}, or 'interleaved-1f1b' "
             "with chunks"
         )
-    if mesh.compress != "none" and (mesh.zero or train.dtype in ("bfloat16", "float16")):
-        with_it = f"mesh.zero={mesh.zero}" if mesh.zero else f"train.dtype={train.dtype!r}"
-        raise ConfigError(f"mesh.compress: {mesh.compress!r} given; 'none' would do with {with_it}")
-    if config.optimizer.state_dtype == "bfloat16" and train.dtype == "float64":
-        raise ConfigError("optimizer.state_dtype: 'bfloat16' given; 'float32' would do with train.dtype='float64'")
-    if config.optimizer.name == "muon" and mesh.zero:
-        raise ConfigError(
-            f"mesh.zero: {mesh.zero} given; 0 would do with optimizer.name='muon', which orthogonalises whole matrices"
-        )
+    _check_model_states(config)
     if model.heads % mesh.tp:
         raise ConfigError(f"mesh.tp: {mesh.tp} given; a divisor of model.heads={model.heads} would do")
     if model.kv_heads % mesh.tp and mesh.tp % model.kv_heads:
@@ -124,6 +122,28 @@ def check(config: Config) -> Config:
             f"optimizer.warmup: {config.optimizer.warmup} given; at most train.steps={train.steps} would do"
         )
     return config
+
+
+def _check_model_states(config: Config) -> None:
+    """That gradients can be summed, and their optimizer's state kept, in the ways that are asked for."""
+    mesh, optimizer, dtype = config.mesh, config.optimizer, config.train.dtype
+    zero, offload = (mesh.zero > 0, f"mesh.zero={mesh.zero}"), (optimizer.offload, "optimizer.offload=true")
+    narrow = dtype in ("bfloat16", "float16"), f"train.dtype={dtype!r}"
+    if mesh.compress != "none":
+        for clashes, setting in (zero, offload, narrow):
+            if clashes:
+                raise ConfigError(
+                    f"mesh.compress: {mesh.compress!r} given; 'none' would do with {setting}, since it sums gradients "
+                    "whole and in the dtype of the weights"
+                )
+    if optimizer.name == "muon":
+        whole = "would do with optimizer.name='muon', which orthogonalises whole matrices"
+        if mesh.zero:
+            raise ConfigError(f"mesh.zero: {mesh.zero} given; 0 {whole}")
+        if optimizer.offload:
+            raise ConfigError(f"optimizer.offload: true given; false {whole}, not on the host")
+    if optimizer.state_dtype == "bfloat16" and dtype == "float64":
+        raise ConfigError("optimizer.state_dtype: 'bfloat16' given; 'float32' would do with train.dtype='float64'")
 
 
 def resolve(config: Config, ranks: int | None = None) -> Config:

@@ -29,12 +29,18 @@ class ModelConfig:
     window: int = 0  # a token sees at most this many, itself included; 0: all before it
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"  # slower turns, for longer sequences (model/rope.py)
+    rope_factor: float = 8.0  # how much slower
+    rope_low: float = 1.0  # llama3: pairs of fewer turns than this within rope_original tokens are slowed all the way
+    rope_high: float = 4.0  # llama3: pairs of more turns than this are not slowed
+    rope_original: int = 8192  # llama3: tokens of the sequences before
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-5
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     bias: bool = False  # in the linears (and layernorm)
     tied: bool = False  # the head is the embedding
     init_std: float = 0.02
+    init: str = ""  # a Hugging Face folder to start from instead of random weights
 
     def __post_init__(self) -> None:
         derive = {
@@ -68,7 +74,7 @@ class MeshConfig:
     chunks: int = 0  # stages a rank, of interleaved-1f1b; 0: 2
     microbatches: int = 0  # of a step, on a dp rank; 0: train.micro_batch says, or it is chosen
     division: tuple[int, ...] = ()  # layers of each stage, the first first; empty: by estimated cost
-    zero: int = 0  # dp × sp ranks divide among them: 1 the optimizer's state, 2 gradients too
+    zero: int = 0  # dp × sp ranks divide among them: 1 the optimizer's state, 2 gradients too, 3 weights too
     shard: int = 0  # so many of them do, and the others likewise (HSDP); 0: all
     compress: Literal["none", "bfloat16", "int8", "powersgd"] = "none"  # gradients on their way over dp × sp
     compress_rank: int = 4  # of powersgd's factors
@@ -150,6 +156,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's running means; float64's are float64
+    offload: bool = False  # masters and AdamW's state lie in the host's memory, and are stepped there
     clip: float = 1.0  # global gradient norm; 0: never
 
 

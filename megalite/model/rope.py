@@ -1,13 +1,20 @@
-"""Rotary position embedding: each pair (i, i + e/2) of a head turns by position · θ^(−2i/e).
+"""Rotary position embedding: each pair (i, i + e/2) of a head turns by position · fᵢ, fᵢ = θ^(−2i/e).
+
+For sequences longer than those it was trained on, a model's pairs are slowed by a factor F:
+
+    linear    fᵢ / F
+    llama3    fᵢ · (s + (1 − s) / F),  s = (turns − low) / (high − low) within 0 and 1, turns = original · fᵢ / 2π
 
 Angles are computed in float64 and rounded once; q and k of half precision are turned in float32 and rounded once too.
 Heads are laid out in halves, as Hugging Face's Llama has them.
 
-Source: Su et al., RoFormer (2021), §3.2.2.
+Source: Su et al., RoFormer (2021), §3.2.2; linear: Chen et al., Position Interpolation (2023); llama3: Grattafiori et
+al., The Llama 3 Herd of Models (2024), as released with Llama 3.1.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,10 +27,21 @@ from megalite.config import ModelConfig
 def rotary(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin `[s, 1, e/2]` of the angles at `positions` `[s]`, to turn what is of `dtype`: float32 at least."""
     wide = torch.promote_types(dtype, torch.float32)
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
-    angle = torch.outer(positions.double(), frequency).unsqueeze(1)
+    angle = torch.outer(positions.double(), frequencies(config, positions.device)).unsqueeze(1)
     return angle.cos().to(wide), angle.sin().to(wide)
+
+
+def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians by which each pair of a head turns from one position to the next: float64 `[e/2]`."""
+    half = config.head_dim // 2
+    plain = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+    if config.rope_scaling == "linear":
+        return plain / config.rope_factor
+    if config.rope_scaling == "llama3":
+        turns = config.rope_original * plain / (2 * math.pi)
+        kept = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+        return plain * (kept + (1 - kept) / config.rope_factor)
+    return plain
 
 
 def rotated_qkv(
