@@ -3,7 +3,7 @@
 config     every setting                          parallel   where it is computed: mesh, collectives, layers
 model      what is computed                       train      when: the loop, the step, the optimizer
 data       tokens and their order                 launch     on which machines: command line, torchrun
-plan       what is worked out before the run
+plan       what is worked out before the run       checkpoint what is kept
 testing    run a function on N ranks; compare a parallel module with its dense twin
 """
 

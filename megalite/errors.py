@@ -26,3 +26,21 @@ class NumericError(MegaliteError):
     """The loss or the gradient stopped being a number: names the step and the rank."""
 
     exit_code = 79  # the first code that sysexits.h leaves free
+
+
+class CheckpointError(MegaliteError):
+    """A checkpoint that is missing, damaged or of another model: names the file and the tensor."""
+
+    exit_code = 66  # os.EX_NOINPUT
+
+
+class PathRefused(CheckpointError):
+    """A name in a checkpoint, or a link, that leads out of its folder."""
+
+    exit_code = 77  # os.EX_NOPERM
+
+
+class SaveError(MegaliteError):
+    """A checkpoint that cannot be written: names the path and the bytes that are free."""
+
+    exit_code = 73  # os.EX_CANTCREAT
