@@ -6,6 +6,7 @@
     index.py        what tokens are there, as JSON
     order.py        a permutation and a blend, computed and not stored
     sampler.py      (seed, step)  ─▶  batch                       Sampler, unigram_entropy
+    ledger.py       which samples were consumed, and the proof that none was lost or repeated
 
 What a user can get wrong raises `DataError`: one line with the file, what was found and what would do.
 """

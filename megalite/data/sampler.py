@@ -10,6 +10,7 @@ permutation that is computed, one element at a time, from a key.
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -38,16 +39,18 @@ class Batch(NamedTuple):
     """A rank's share of a batch, int64 `[rows, positions]` each.
 
     targets: the tokens that follow   documents: in which document of its row each token is, counted from 0; or None
+    crc32: of what was read of the data, whole rows: int64, little-endian, `[rows, seq_len + 1]`
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None = None
+    crc32: int = 0
 
     def to(self, device: torch.device) -> "Batch":
         """The same on `device`."""
         documents = None if self.documents is None else self.documents.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents, self.crc32)
 
 
 class Sampler:
@@ -124,16 +127,28 @@ class Sampler:
         if global_batch % ranks or not 0 <= rank < ranks:
             raise ValueError(f"global batch {global_batch} on rank {rank} of {ranks}: a multiple of {ranks} would do")
         rows = global_batch // ranks
-        block = np.empty((rows, self.seq_len + 1), dtype=np.int64)
+        samples = self.ids(step, global_batch)[rank * rows : (rank + 1) * rows]
+        block = self._read(samples)
         documents = np.zeros((rows, self.seq_len), dtype=np.int64) if self.separate_documents else None
-        for row, sample in enumerate(self.ids(step, global_batch)[rank * rows : (rank + 1) * rows]):
-            file, first = self.locate(sample)
-            block[row] = file.read(first, first + self.seq_len + 1, self.vocab_size)
-            if documents is not None:
-                documents[row, 1:] = np.cumsum(block[row, :-2] == file.end_of_text)
+        if documents is not None:
+            ends = np.array([[self.locate(sample)[0].end_of_text] for sample in samples])
+            documents[:, 1:] = np.cumsum(block[:, :-2] == ends, 1)
         own = np.arange(self.seq_len) if positions is None else positions
         tokens, targets = (torch.from_numpy(block.take(where, 1)) for where in (own, own + 1))
-        return Batch(tokens, targets, None if documents is None else torch.from_numpy(documents.take(own, 1)))
+        cut = None if documents is None else torch.from_numpy(documents.take(own, 1))
+        return Batch(tokens, targets, cut, zlib.crc32(block.data))
+
+    def checksum(self, samples: Sequence[int]) -> int:
+        """The crc32 of a batch of these global samples."""
+        return zlib.crc32(self._read(samples).data)
+
+    def _read(self, samples: Sequence[int]) -> NDArray[np.int64]:
+        """Tokens and the one that follows them, `[len(samples), seq_len + 1]`."""
+        block = np.empty((len(samples), self.seq_len + 1), dtype="<i8")
+        for row, sample in enumerate(samples):
+            file, first = self.locate(sample)
+            block[row] = file.read(first, first + self.seq_len + 1, self.vocab_size)
+        return block
 
 
 def windows_of(file: TokenFile, seq_len: int, split: Split, validation: float) -> tuple[int, int]:

@@ -172,7 +172,8 @@ def validate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for index in range(train.validation_batches):
         batch = sampler.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
-        total += pipelined.loss([{**one, "reduction": "sum"} for one in microbatches(train.micro_batch, *batch)])
+        shares = microbatches(train.micro_batch, batch.tokens, batch.targets, batch.documents)
+        total += pipelined.loss([{**one, "reduction": "sum"} for one in shares])
     for axis in (mesh.pp, mesh.replicas):
         if axis.size > 1:
             total = issue_all_reduce(total, axis).wait()
