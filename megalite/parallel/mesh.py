@@ -87,6 +87,7 @@ class Mesh:
     Its axes are dp, pp, sp and tp, the two that sp is made of, ring and ulysses, and
     replicas: dp × sp, the ranks that hold equal weights, over which gradients and losses are summed; dp outermost
     copies × shards = replicas: ZeRO divides over shards what is alike on replicas; neighbours are of one division
+    world: all ranks
 
     Raises ValueError where the product of the sizes is neither one nor the number of ranks.
     """
@@ -100,6 +101,7 @@ class Mesh:
     replicas: Axis
     copies: Axis
     shards: Axis
+    world: Axis
 
     def __init__(
         self, dp: int = 1, pp: int = 1, sp: int = 1, tp: int = 1, ulysses: int | None = None, shard: int | None = None
@@ -120,6 +122,7 @@ class Mesh:
         self.rank = 0
         if self.size > 1:
             self._join()
+        self.world = Axis("world", self.size, self.rank, dist.group.WORLD if self.size > 1 else None)
         where = coordinates(self.rank, self.sizes)
         for name, size in self.sizes.items():
             group = self.device_mesh.get_group(name) if self.device_mesh is not None and size > 1 else None
