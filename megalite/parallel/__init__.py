@@ -13,6 +13,7 @@ compare      relative errors, worst over the ranks     pipeline    stages in tur
 weight_gradients   of linears: added in place, at once or later
 lookup       rows of a table
 zero         optimizer state, gradients and weights in slices, one on each replica (dp × sp)
+bucket       what of them lies in one flat buffer
 gathered     weights in slices, whole only while they compute
 compression  sums of gradients in fewer bytes (dp × sp)
 """

@@ -18,20 +18,14 @@ Source: Rajbhandari et al., ZeRO (2020), §5; flat buffers: Megatron-LM's distri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
+from megalite.parallel.bucket import Bucket, laid_out
 from megalite.parallel.gathered import Flat, Gathering, Unit, readers_in
-from megalite.parallel.in_flight import (
-    Pending,
-    issue_all_gather_into,
-    issue_all_reduce_in_place,
-    issue_reduce_scatter,
-    own_slice,
-)
+from megalite.parallel.in_flight import issue_all_reduce_in_place
 from megalite.parallel.mesh import Axis
 from megalite.parallel.parameters import after_gradient
 
@@ -44,11 +38,12 @@ class ShardedParameters:
 
     parameters: equal on all replicas, and in the same order; every backward reaches them in the same order too
     shards: over which they are divided   copies: over which slices are summed as well   stage: 1, 2 or 3
-    bucket_mb: MiB of gradients that travel together
+    bucket_mb: MiB of gradients that travel together, float32 where weights are narrower
     shared: those whose gradient comes in several backwards of a microbatch, or that another rank holds too: each has a
         bucket of its own, and travels in `finish`
     units: of stage 3, in the order of a forward, for each part of the model: what a unit reads has buckets of its own.
         Weights are whole until they are given here; those of no unit stay so
+    offload: masters lie in the host's memory, and the optimizer copies gradients there
 
         for i, microbatch in enumerate(microbatches):
             with sharded.accumulating(last=i == len(microbatches) - 1):
@@ -68,29 +63,42 @@ class ShardedParameters:
         bucket_mb: float = 25.0,
         shared: Collection[nn.Parameter] = (),
         units: Sequence[Sequence[Unit]] = (),
+        offload: bool = False,
     ) -> None:
-        self.shards, self.copies, self.stage = shards, copies, stage
+        self.shards, self.copies, self.stage, self.offload = shards, copies, stage, offload
         apart = {id(parameter) for parameter in shared}
         if stage < 3 or shards.size == 1:
             units = ()
         readers = readers_in(units)
         trained = [p for p in parameters if p.requires_grad]
-        self.buckets = _laid_out(trained, int(bucket_mb * 2**20), apart, readers)
-        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self.buckets = laid_out(trained, int(bucket_mb * 2**20), apart, readers)
+        self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self.buckets:
-            bucket.own(shards, any(parameter in readers for parameter in bucket.places))
+            gathered = any(parameter in readers for parameter in bucket.places)
+            bucket.lay_out(shards, gathered=gathered, offload=offload)
             for parameter in bucket.places:
                 bucket.apart = id(parameter) in apart
                 self._bucket_of[parameter] = bucket
                 after_gradient(parameter, self._arrived)
         self._gathering = Gathering([[(unit, self._flats_of(unit)) for unit in chain] for chain in units])
         self._taking = self._last = False
-        self._sent: list[_Bucket] = []
+        self._sent: list[Bucket] = []
 
     @property
     def masters(self) -> list[tuple[nn.Parameter, bool]]:
         """What is stepped: a flat slice of each bucket, and whether it is of matrices, which decay."""
         return [(bucket.master, bucket.matrices) for bucket in self.buckets]
+
+    @property
+    def slices(self) -> list[Tensor]:
+        """The weights of this rank's slices."""
+        return [bucket.slice for bucket in self.buckets]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """All that there is of gradients now: sums of this rank's slices, and buckets that fill."""
+        sums = [bucket.gradient for bucket in self.buckets if bucket.has_gradient]
+        return sums + [bucket.buffer for bucket in self.buckets if bucket.buffer is not None]
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """After `finish`, what this rank has of each parameter's gradient: where it starts in the flattened parameter,
@@ -126,7 +134,7 @@ class ShardedParameters:
         for bucket in self.buckets:
             for parameter in bucket.places:
                 bucket.take(parameter)
-            if bucket.arrived or (bucket.master.grad is None and bucket not in self._sent):
+            if bucket.arrived or (not bucket.has_gradient and bucket not in self._sent):
                 self._send(bucket)
         while self._sent:
             self._sent.pop(0).settle()
@@ -173,7 +181,7 @@ class ShardedParameters:
         if len(bucket.arrived) == len(bucket.places) and all(bucket.arrived.values()) and not bucket.apart:
             self._send(bucket)
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         while len(self._sent) >= IN_FLIGHT or bucket in self._sent:
             self._sent.pop(0).settle()
         bucket.send(self.shards)
@@ -181,118 +189,3 @@ class ShardedParameters:
 
     def _flats_of(self, unit: Unit) -> list[Flat]:
         return [b.flat for b in self.buckets if b.flat is not None and any(p in b.places for p in unit.parameters)]
-
-
-class _Bucket:
-    """Parameters that lie one behind the other in a flat buffer, and padding, so that it divides over the shards."""
-
-    def __init__(self, first: nn.Parameter) -> None:
-        self.matrices, self.half = first.ndim >= 2, first.dtype in (torch.float16, torch.bfloat16)
-        self.places: dict[nn.Parameter, int] = {}
-        self.size = 0
-        self.apart = False  # travels in `finish`
-        self.arrived: dict[Tensor, bool] = {}  # what is in the buffer, and whether it may be sent
-        self.coming: Pending | None = None
-        self.flat: Flat | None = None  # where weights are gathered to be read
-        self._buffer: Tensor | None = None  # of gradients
-        self._pending: Pending | None = None
-
-    def add(self, parameter: nn.Parameter) -> None:
-        self.places[parameter] = self.size
-        self.size += parameter.numel()
-
-    @torch.no_grad()
-    def own(self, shards: Axis, gathered: bool) -> None:
-        """Lay the parameters into one buffer, and make the master of this rank's slice.
-
-        gathered: the slice is all that stays
-        """
-        first = next(iter(self.places))
-        self._whole = first.new_zeros(-(-self.size // shards.size) * shards.size)
-        for parameter, start in self.places.items():
-            place = self._whole[start : start + parameter.numel()].view_as(parameter)
-            place.copy_(parameter)
-            parameter.data = place
-        self._own = own_slice(self._whole, shards, 0)
-        if gathered:
-            self._own = self._own.clone()
-            self.flat = Flat(self._whole, self._own, shards)
-        self.start = shards.rank * len(self._own)
-        self.master = nn.Parameter(self._own.float() if self.half else self._own)
-
-    @property
-    def gradient(self) -> Tensor:
-        """Of the master."""
-        assert self.master.grad is not None, "before finish"
-        return self.master.grad
-
-    def take(self, parameter: Tensor, complete: bool = True) -> None:
-        """Move a parameter's gradient, if it has one, into the buffer."""
-        if parameter.grad is None:
-            return
-        assert isinstance(parameter, nn.Parameter)
-        place = self._place(parameter)
-        place.add_(parameter.grad) if parameter in self.arrived else place.copy_(parameter.grad)
-        parameter.grad = None
-        self.arrived[parameter] = complete
-
-    def send(self, shards: Axis) -> None:
-        """Start summing over the shards."""
-        for parameter in self.places.keys() - self.arrived.keys():
-            self._place(parameter).zero_()
-        assert self._buffer is not None
-        self._buffer[self.size :] = 0
-        alone = shards.size == 1
-        self._pending = Pending(self._buffer) if alone else issue_reduce_scatter(self._buffer, shards, 0)
-        self._buffer = None
-        self.arrived.clear()
-
-    def settle(self) -> None:
-        """Add what was sent to the master's gradient, once it is there."""
-        assert self._pending is not None
-        total, self._pending = self._pending.wait(), None
-        if self.master.grad is None:
-            self.master.grad = total
-        else:
-            self.master.grad += total
-
-    @torch.no_grad()
-    def publish(self, shards: Axis) -> None:
-        if self.half:
-            self._own.copy_(self.master)
-        if shards.size > 1 and self.flat is None:
-            self.coming = issue_all_gather_into(self._whole, self._own, shards)
-
-    def pieces(self, shards: Axis) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-        end = self.start + len(self._own)
-        for parameter, place in self.places.items():
-            start, stop = max(place, self.start), min(place + parameter.numel(), end)
-            if start < stop:
-                yield parameter, start - place, self.gradient[start - self.start : stop - self.start]
-
-    def _place(self, parameter: nn.Parameter) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty_like(self._whole, dtype=self.master.dtype)
-        start = self.places[parameter]
-        return self._buffer[start : start + parameter.numel()].view_as(parameter)
-
-
-def _laid_out(
-    parameters: list[nn.Parameter], limit: int, apart: Collection[int], readers: Mapping[nn.Parameter, list[int]]
-) -> list[_Bucket]:
-    """Buckets of parameters that are alike, in the order in which backward is done with them."""
-    done: list[_Bucket] = []
-    filling: dict[tuple, _Bucket] = {}
-    for parameter in reversed(parameters):
-        units = tuple(readers.get(parameter, ()))
-        alone = id(parameter) * (id(parameter) in apart)
-        kind = parameter.dtype, parameter.device, parameter.ndim >= 2, alone, units
-        bucket = filling.get(kind)
-        full = bucket is not None and (bucket.size + parameter.numel()) * parameter.element_size() > limit
-        if full and not units:
-            done.append(filling.pop(kind))
-            bucket = None
-        if bucket is None:
-            bucket = filling[kind] = _Bucket(parameter)
-        bucket.add(parameter)
-    return [*done, *filling.values()]

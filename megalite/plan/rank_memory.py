@@ -2,12 +2,13 @@
 
 parameters   what the Shard arithmetic leaves on the rank: rows of a padded vocabulary, kv heads that neighbours hold
              too, norms whole, a copy of a tied embedding at each end of a pipeline
-gradients    the most that lasts from one backward to the next: all, in float32 where weights are narrower; with ZeRO 1
-             all where microbatches add up and slices otherwise, with ZeRO 2 slices
+gradients    the most that lasts from one backward to the next: all, in float32 at least; slices with ZeRO 2, and with
+             ZeRO 1 where no microbatches add up
 optimizer    two moments of each weight, of what Muon steps one, float32 masters of narrower weights; slices with ZeRO
+host         where the optimizer is offloaded: these, masters of all weights and copies of gradients
 activations  the most that forwards have left for backwards to come, over the rank's part of the schedule
 buffers      about what works beside these at the peak: a block's or the head's backward, buckets that travel
-peak         the most at one moment; activations fall while gradients grow, so it can be less than the sum
+peak         the most at one moment, without host; activations fall while gradients grow, so it can be less than the sum
 
 Bytes per parameter of d shards: formulas in docs/memory.md. What a block keeps: plan/memory.py.
 """
@@ -41,6 +42,7 @@ class RankMemory:
     activations: int
     buffers: int
     peak: int
+    host: int = 0
 
 
 def predicted_memory(config: Config) -> list[RankMemory]:
@@ -112,7 +114,8 @@ class _Rank:
         self.config, self.model, self.mesh, self.stages = config, config.model, config.mesh, stages
         self.size = SIZES[config.train.dtype]
         self.wide = max(4, self.size)
-        mesh = config.mesh
+        mesh, self.offload = config.mesh, config.optimizer.offload
+        self.flat = mesh.zero > 0 or self.size < self.wide or self.offload  # ShardedParameters, see train/step.py
         self.shards = (mesh.shard or mesh.dp * mesh.sp) if mesh.zero else 1
         self.tokens = config.train.micro_batch * config.train.seq_len // mesh.sp
         split = mesh.tp if mesh.sequence_parallel else 1
@@ -142,13 +145,15 @@ class _Rank:
                 most = max(most, held + put_off + sum(gradients.values()) - gradients[stage] + closing)
             most, most_held = max(most, before), max(most_held, held)
             most_put_off, most_gradients = max(most_put_off, put_off), max(most_gradients, sum(gradients.values()))
-        stepped = self.wide * self.weights // self.shards  # ZeRO and Muon exclude each other
+        stepped = self.wide * self.weights // self.shards
         parameters = self.size * self.weights // (self.shards if self.mesh.zero == 3 else 1)
         gradient = max(most_gradients, stepped)
-        optimizer = stepped * (2 if self.size == self.wide else 3) - self.wide * self.momenta
+        optimizer = 0 if self.offload else self.moments + stepped * (self.size < self.wide)
+        host = self.moments + 2 * stepped if self.offload else 0
         working = self.working(takes) + self.gathered
         peak = parameters + optimizer + max(most, gradient) + working
-        return RankMemory(parameters, gradient, optimizer, most_held, working + most_put_off + self.travelling, peak)
+        working += most_put_off + self.travelling
+        return RankMemory(parameters, gradient, optimizer, most_held, working, peak, host)
 
     # --- gradients
 
@@ -163,8 +168,8 @@ class _Rank:
         """Bytes of the buckets that open while all activations are still there; there: of gradients that are."""
         if self.mesh.zero >= 2 and there:
             return self.travelling
-        half, travels = self.size < self.wide, self.mesh.dp * self.mesh.sp > 1 and (complete or self.mesh.zero >= 2)
-        if (half and there) or not (half or travels):
+        half, moves = self.size < self.wide, self.mesh.dp * self.mesh.sp > 1 or self.offload
+        if (half and there) or not (half or (moves and (complete or self.mesh.zero >= 2))):
             return 0
         return min(self.wide * self.weights_of[stage], self.bucket)
 
@@ -178,10 +183,8 @@ class _Rank:
 
     @property
     def bucket(self) -> int:
-        """Bytes of a full bucket's gradients: mesh.bucket_mb is of weights, and ZeRO 3 has a bucket a unit."""
-        if self.mesh.zero == 3:
-            return self.wide * max(self.units)
-        return int(self.mesh.bucket_mb * 2**20) * self.wide // self.size
+        """Bytes of a full bucket's gradients; ZeRO 3 has a bucket a unit."""
+        return self.wide * max(self.units) if self.mesh.zero == 3 else int(self.mesh.bucket_mb * 2**20)
 
     @property
     def travelling(self) -> int:
@@ -206,7 +209,7 @@ class _Rank:
     @cached_property
     def apart(self) -> dict[int, int]:
         """Those whose gradient stays whole until the step's end: a tied embedding's in a pipeline."""
-        shared = self.model.tied and self.mesh.pp > 1 and (self.mesh.zero > 0 or self.size < self.wide)
+        shared = self.model.tied and self.mesh.pp > 1 and self.flat
         table = self.words * self.model.hidden if shared else 0
         ends = [stage for stage in self.stages if stage.has_embedding or stage.has_head]
         return {stage.number: table * (stage in ends and stage is not self.repeats) for stage in self.stages}
@@ -218,14 +221,15 @@ class _Rank:
         return first if first is not last and first.has_embedding and last.has_head else None
 
     @property
-    def momenta(self) -> int:
-        """Weights of which one moment is kept, and not two: with Muon, the matrices of blocks."""
-        if self.config.optimizer.name != "muon":
-            return 0
-        shapes = {
-            name: shard.local_shape for name, shard in parameter_shards(self.model, self.mesh.tp, self.stages).items()
-        }
-        return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blocks.") and len(shape) > 1)
+    def moments(self) -> int:
+        """Bytes of AdamW's two moments of each weight, and of Muon's one of the matrices of blocks."""
+        optimizer = self.config.optimizer
+        moment, matrices = 2 if optimizer.state_dtype == "bfloat16" else self.wide, 0
+        if optimizer.name == "muon":  # and so without ZeRO
+            held = parameter_shards(self.model, self.mesh.tp, self.stages)
+            shapes = [held[name].local_shape for name in held if name.startswith("blocks.")]
+            matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+        return 2 * moment * (self.weights // self.shards - matrices) + self.wide * matrices
 
     # --- activations
 

@@ -6,5 +6,5 @@ gradients  everything between backward and the update      metrics    metrics.js
 progress   what the console shows                          verify     this mesh against the mesh of one
 pipelined  a model as the stages of a pipeline             precision  the loss scale of float16
 memory     what a rank's memory holds in a step            muon       Muon, for matrices cut over tp
-small_state   AdamW with bfloat16 state
+small_state   AdamW with bfloat16 state                  offload    AdamW in the host's memory
 """

@@ -1,6 +1,7 @@
 """What a rank's memory holds in one training step, by kind: counted, to stand beside plan/rank_memory.py.
 
 parameters, optimizer   the distinct storages of weights, of masters and of the optimizer's state, after the step
+host                    where the optimizer is offloaded: masters, state, copies of gradients; not in `peak`
 gradients               likewise, the most after any microbatch's backward of a stage and before the optimizer steps
 activations             what forwards made, or were sent, and left: the most at the end of any forward
 buffers                 at the moment of the peak, all that is none of these: operators' results that are soon let go
@@ -31,6 +32,7 @@ from megalite.config import Config
 from megalite.parallel.mesh import coordinates
 from megalite.parallel.zero import ShardedParameters
 from megalite.plan.rank_memory import RankMemory, predicted_memory
+from megalite.train.offload import Offloaded
 from megalite.train.step import StepResult, TrainStep
 
 Made = Literal["by forwards", "otherwise"]
@@ -46,7 +48,7 @@ def measured_memory(step: TrainStep, run: Callable[[], StepResult]) -> tuple[Ste
         register_optimizer_step_pre_hook(lambda *_: watch.look_at_gradients()),
     )
     step.pipelined.after_backward = watch.look_at_gradients
-    held = _bytes([*_weights(step), *_stepped(step)])
+    held = _bytes([*_weights(step), *(() if isinstance(step.optimizer, Offloaded) else _stepped(step))])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -61,8 +63,10 @@ def measured_memory(step: TrainStep, run: Callable[[], StepResult]) -> tuple[Ste
         allocated = torch.cuda.max_memory_allocated(device)
         peak, beside = allocated, allocated - held - watch.known_at_peak
     parameters = _bytes(_weights(step))
-    optimizer = _bytes([*_weights(step), *_stepped(step)]) - parameters
-    return result, RankMemory(parameters, watch.gradients, optimizer, watch.activations, beside, peak)
+    optimizer, host = _bytes([*_weights(step), *_stepped(step)]) - parameters, 0
+    if isinstance(step.optimizer, Offloaded):
+        optimizer, host = 0, optimizer + _bytes(step.optimizer.copies)
+    return result, RankMemory(parameters, watch.gradients, optimizer, watch.activations, beside, peak, host)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class MemoryAccount:
 
     def __str__(self) -> str:
         unit, size = ("GiB", 2**30) if self.measured.peak >= 10 * 2**30 else ("MiB", 2**20)
-        names = list(asdict(self.measured))
+        names = [name for name in asdict(self.measured) if name != "host" or self.predicted.host]
         rows = [f"memory of rank {self.rank}, which needs most, in {unit}", " " * 11 + "  ".join(names)]
         for title, row in (("predicted", self.predicted), ("measured", self.measured)):
             numbers = (f"{getattr(row, name) / size:{len(name)}.2f}" for name in names)
@@ -193,7 +197,7 @@ def _weights(step: TrainStep) -> Iterator[Tensor]:
     """Of the model, and slices of those that are whole only while they compute."""
     yield from step.model.parameters()
     if isinstance(step.buckets, ShardedParameters):
-        yield from (bucket._own for bucket in step.buckets.buckets)
+        yield from step.buckets.slices
 
 
 def _stepped(step: TrainStep) -> Iterator[Tensor]:
@@ -206,10 +210,9 @@ def _stepped(step: TrainStep) -> Iterator[Tensor]:
 
 def _gradients(step: TrainStep) -> Iterator[Tensor]:
     """Of weights and masters, and buckets that fill."""
-    tensors = [parameter.grad for parameter in (*step.model.parameters(), *_stepped(step))]
+    yield from (parameter.grad for parameter in step.model.parameters() if parameter.grad is not None)
     if isinstance(step.buckets, ShardedParameters):
-        tensors += [bucket._buffer for bucket in step.buckets.buckets]
-    yield from (tensor for tensor in tensors if tensor is not None)
+        yield from step.buckets.gradients
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -18,16 +18,20 @@ from megalite.parallel.sharding import Shard
 from megalite.parallel.zero import ShardedParameters
 from megalite.train.gradients import Buckets
 from megalite.train.muon import Muon
+from megalite.train.offload import Offloaded
 from megalite.train.small_state import AdamWOfSmallState
 
 
 def optimizer_of(
     model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]
-) -> torch.optim.Optimizer | MuonAndAdamW:
+) -> torch.optim.Optimizer | MuonAndAdamW | Offloaded:
     """What steps the weights of a model, or their masters."""
     if config.name == "muon":
         return MuonAndAdamW(model, config, buckets, table)
-    return adamw(buckets.masters if isinstance(buckets, ShardedParameters) else matrices_of(model), config)
+    if not isinstance(buckets, ShardedParameters):
+        return adamw(matrices_of(model), config)
+    optimizer = adamw(buckets.masters, config)
+    return Offloaded(buckets, optimizer) if buckets.offload else optimizer
 
 
 def matrices_of(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:

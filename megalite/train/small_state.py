@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK = 2**22  # elements that are widened at once
+CHUNK = {"cpu": 2**15, "cuda": 2**22}  # elements that are widened at once: what fits a core's cache, what fills a GPU
 ODD = -1640531535  # 2³² / the golden ratio, as int32: multiplied with it, low bits reach the high ones (Knuth)
 
 
@@ -50,8 +50,9 @@ class AdamWOfSmallState(torch.optim.Optimizer):
         rate = lr / (1 - beta1 ** state["step"])
         root = math.sqrt(1 - beta2 ** state["step"])
         parameter.mul_(1 - lr * group["weight_decay"])
+        chunk = CHUNK[parameter.device.type]
         tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        for weight, grad, mean, square in zip(*(x.view(-1).split(CHUNK) for x in tensors), strict=True):
+        for weight, grad, mean, square in zip(*(x.view(-1).split(chunk) for x in tensors), strict=True):
             first = mean.float().lerp_(grad, 1 - beta1)
             second = square.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             weight.addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)

@@ -75,7 +75,7 @@ class TrainStep:
         self.model, self.mesh, self.config = model, model.mesh, config
         self.micro_batch, self.z_loss = micro_batch, z_loss
         self.table = shard_table(model, self.mesh.tp)
-        self.buckets = _buckets(model, zero, bucket_mb, compress)
+        self.buckets = _buckets(model, zero, bucket_mb, compress, config.offload)
         self.pipelined = PipelinedGPT(model, schedule, self.buckets)
         self.optimizer = optimizer_of(model, config, self.buckets, self.table)
         self.scale = LossScale(model.dtype)
@@ -170,19 +170,30 @@ def _compress(mesh: MeshConfig) -> Callable[[list[torch.Size]], Compressor] | No
 
 
 def _buckets(
-    model: GPT, zero: int, bucket_mb: float, compress: Callable[[list[torch.Size]], Compressor] | None
+    model: GPT,
+    zero: int,
+    bucket_mb: float,
+    compress: Callable[[list[torch.Size]], Compressor] | None,
+    offload: bool,
 ) -> Buckets:
     """How gradients are summed over replicas: whole, or into slices, of which the weights are stepped."""
     mesh, half = model.mesh, model.dtype in (torch.float16, torch.bfloat16)
     tied = [model.embedding.weight] if model.config.tied and model.embedding is not None else []
-    if not zero and not half:
+    if not zero and not half and not offload:
         shared = tied if len(model.parts) > 1 else []
         return GradientBuckets(model.parameters(), mesh.replicas, bucket_mb, shared, compress)
     shards, copies = (mesh.shards, mesh.copies) if zero else (Axis(), mesh.replicas)
     shared = tied if len(model.parts) > 1 or mesh.pp.size > 1 else []
     units = [_units(model, part) for part in model.parts]
     sharded = ShardedParameters(
-        model.parameters(), shards, copies, stage=max(1, zero), bucket_mb=bucket_mb, shared=shared, units=units
+        model.parameters(),
+        shards,
+        copies,
+        stage=max(1, zero),
+        bucket_mb=bucket_mb,
+        shared=shared,
+        units=units,
+        offload=offload,
     )
     for unit in (unit for part in units for unit in part):
         sharded.wait_before(unit.first, unit.parameters)

@@ -39,10 +39,11 @@ def counted(config):
         torch.set_default_dtype(before)
 
 
-def both(model, mesh, optimizer="adamw", **train):
+def both(model, mesh, optimizer="adamw", state_dtype="float32", offload=False, **train):
     """Of each rank what was predicted and what was counted."""
     given = {"global_batch": 4 * mesh.dp, "seq_len": 32} | train
-    config = resolve(Config(model, mesh, train=TrainConfig(**given), optimizer=OptimizerConfig(optimizer)), mesh.size)
+    how = OptimizerConfig(optimizer, state_dtype=state_dtype, offload=offload)
+    config = resolve(Config(model, mesh, train=TrainConfig(**given), optimizer=how), mesh.size)
     predicted = predicted_memory(config)
     ranks = run_ranks(counted, mesh.size, config)
     assert len({most for *_, most in ranks}) == 1
@@ -79,7 +80,7 @@ CASES = {
 
 def require_as_predicted(pairs, peak=(0.9, 1.25), activations=0.01):
     for predicted, counted in pairs:
-        for name in ("parameters", "gradients", "optimizer"):
+        for name in ("parameters", "gradients", "optimizer", "host"):
             assert getattr(counted, name) == pytest.approx(getattr(predicted, name), rel=0.002), name
         assert counted.activations == pytest.approx(predicted.activations, rel=activations)
         assert peak[0] <= predicted.peak / counted.peak <= peak[1]
@@ -136,6 +137,22 @@ def test_with_zero_over_sp_in_groups_and_a_tied_embedding():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_muon_keeps_one_moment_of_the_matrices_of_blocks(dtype):
     require_as_predicted(both(LLAMA, MESHES["tp"], "muon", dtype=dtype))
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("adamw", "bfloat16"), ("muon", "bfloat16")])
+def test_state_in_bfloat16_takes_half_of_the_bytes(optimizer, dtype):
+    require_as_predicted(both(LLAMA, MESHES["tp"], optimizer, "bfloat16", dtype=dtype))
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("mesh", "zero"), [("alone", 0), ("dp", 0), ("dp", 1), ("dp × pp", 2), ("dp", 3)])
+def test_what_is_offloaded_is_on_the_host(mesh, zero, dtype, state_dtype):
+    sizes = dataclasses.replace(MESHES[mesh], zero=zero)
+    how = {"offload": True, "state_dtype": state_dtype, "dtype": dtype}
+    pairs = both(LLAMA, sizes, micro_batch=2, **how)
+    require_as_predicted(pairs, peak=(0.85, 1.25))
+    assert all(counted.host and not counted.optimizer for _, counted in pairs)
 
 
 def stepped(model, counts):

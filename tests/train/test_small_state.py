@@ -60,8 +60,8 @@ def test_steps_are_nearly_those_of_torch(beta2):
 
 
 def test_chunks_are_all_of_it():
-    whole = nn.Parameter(draw(CHUNK + 5))
-    halves = [nn.Parameter(part.clone()) for part in whole.detach().split(CHUNK)]
+    whole = nn.Parameter(draw(CHUNK["cpu"] + 5))
+    halves = [nn.Parameter(part.clone()) for part in whole.detach().split(CHUNK["cpu"])]
     for parameters in ([whole], halves):
         optimizer = AdamWOfSmallState([{"params": parameters, "weight_decay": 0.1}], lr=0.1, betas=(0.9, 0.9), eps=1e-8)
         for parameter in parameters:

@@ -149,7 +149,7 @@ class _Run:
         last = stage == self.pipeline.schedule.stages - 1
         gradient = None if last else self._made(Action("B", stage + 1, microbatch), action)
         x, y = self._graphs.pop(action[1:])
-        final = kind == "BW" and self.pipeline._final[stage] == action
+        final = self.pipeline._final[stage] == action
         with self._measured(action), self.pipeline._accumulating(final):
             if kind == "BW":
                 _differentiate(y, gradient)
