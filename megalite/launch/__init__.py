@@ -1,6 +1,6 @@
 """On which machines: the command line, and how ranks are started.
 
-cli           megalite train | verify | data            local     starting the ranks of one machine
-draw_command  megalite draw                             torchrun  joining ranks that torchrun has started
-prepare       the corpus and the data, before
+cli           megalite train | verify                   local     starting the ranks of one machine
+data_command  megalite data, data audit                 torchrun  joining ranks that torchrun has started
+draw_command  megalite draw                             prepare   the corpus and the data, before
 """

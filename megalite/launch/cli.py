@@ -1,4 +1,4 @@
-"""The command line: `megalite train | verify | data | draw`.
+"""The command line: `megalite train | verify | data | data audit | draw`.
 
 Settings are checked before PyTorch is imported and before any rank starts. A user's mistake is one line and an exit
 code of sysexits.h: 64 usage, 65 data, 78 configuration, 130 Ctrl-C.
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megalite.config import Config, ModelConfig, resolve
+from megalite.config import Config, resolve
 from megalite.config_file import load
 from megalite.errors import DataError, MegaliteError
+from megalite.launch.data_command import AUDIT, add_data
 from megalite.launch.draw_command import add_draw
-from megalite.launch.prepare import prepare, tokenize_visibly
+from megalite.launch.prepare import prepare
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
 from megalite.plan import plan_stages
@@ -30,7 +31,8 @@ FIRST_WORD = 2.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `megalite` and of `python -m megalite`."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args([AUDIT, *words[2:]] if words[:2] == AUDIT.split() else words)
     world = None
     try:
         world = launched()
@@ -143,17 +145,6 @@ def _print_rows(rows: Sequence, config: Config) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
-# --- data ---------------------------------------------------------------------------------------------------------
-
-
-def data_command(options: argparse.Namespace, world: World | None) -> int:
-    from megalite.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    tokenize_visibly(options.text, options.output, tokenizer, options.vocab_size)
-    return 0
-
-
 # --- the parser ---------------------------------------------------------------------------------------------------
 
 
@@ -174,12 +165,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG.toml", type=Path)
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings on top of the file's")
         command.set_defaults(command=run)
-    about = "text files, folders or .jsonl into a folder of tokens"
-    command = commands.add_parser("data", help=about, description=about)
-    command.add_argument("text", nargs="+", type=Path, metavar="TEXT")
-    command.add_argument("-o", "--output", required=True, type=Path, metavar="DIR")
-    command.add_argument("--tokenizer", type=Path, metavar="tokenizer.json", help="default: train a byte-level BPE")
-    command.add_argument("--vocab-size", type=int, default=ModelConfig.vocab_size, help="of a trained tokenizer")
-    command.set_defaults(command=data_command)
+    add_data(commands)
     add_draw(commands)
     return parser

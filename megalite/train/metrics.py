@@ -27,15 +27,22 @@ PEAKS = {  # TFLOP/s, dense: name within the device's name -> (bfloat16, float32
 
 
 class MetricsFile:
-    """Appends a JSON object a line; each line reaches the file whole and at once. An earlier run's is kept aside."""
+    """Appends a JSON object a line; each line reaches the file whole and at once.
 
-    def __init__(self, path: Path) -> None:
+    done: steps after which the run goes on. Lines of later ones, which are taken again, are moved to a file beside it
+    """
+
+    def __init__(self, path: Path, done: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            number = 1
-            while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-                number += 1
-            path.rename(aside)
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+            if len(kept) < len(lines):
+                with path.with_stem(f"{path.stem}-superseded").open("a", encoding="utf-8") as file:
+                    file.writelines(line.rstrip("\n") + "\n" for line in lines if line not in kept)
+                partial = path.with_suffix(".tmp")
+                partial.write_text("".join(kept), encoding="utf-8")
+                partial.replace(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, values: Mapping[str, Any]) -> None:

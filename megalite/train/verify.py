@@ -132,7 +132,7 @@ def _run(config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> tupl
         step = TrainStep.of(config, mesh)
     share = own_share(batch, mesh, config.mesh.layout).to(device)
 
-    step.backward(*share)
+    step.backward(share.tokens, share.targets, share.documents)
     norm = step.finish_gradients(clip=0)
     gradients = _gradients(step)
     step.optimizer.zero_grad()

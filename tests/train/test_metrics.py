@@ -53,11 +53,24 @@ def test_a_line_is_whole_as_soon_as_it_is_written(tmp_path):
     metrics.close()
 
 
-def test_an_earlier_runs_file_is_kept_aside(tmp_path):
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_goes_on_keeps_the_lines_of_the_steps_that_are_done(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    for run in range(3):
-        metrics = MetricsFile(path)
-        metrics.write({"run": run})
-        metrics.close()
-    found = {p.name: json.loads(p.read_text()) for p in tmp_path.iterdir()}
-    assert found == {"metrics-1.jsonl": {"run": 0}, "metrics-2.jsonl": {"run": 1}, "metrics.jsonl": {"run": 2}}
+    first = MetricsFile(path)
+    for step in range(1, 6):
+        first.write({"step": step, "run": 1})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "ru')  # killed while it wrote
+    second = MetricsFile(path, done=3)
+    second.write({"step": 4, "run": 2})
+    second.close()
+    assert [(line["step"], line["run"]) for line in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    superseded = (tmp_path / "metrics-superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded[:2]] == [4, 5] and superseded[2].startswith('{"step": 6')
+    third = MetricsFile(path, done=4)  # nothing is superseded
+    third.close()
+    assert len(lines_of(path)) == 4 and len((tmp_path / "metrics-superseded.jsonl").read_text().splitlines()) == 3
