@@ -8,6 +8,9 @@ class MegaliteError(Exception):
     """A mistake or a state of the world that one line explains; the command line prints it without a stack trace."""
 
     exit_code = 70  # os.EX_SOFTWARE
+    retryable = False  # whether starting again, with nothing changed, may help
+    rank: int | None = None  # whose it is, where it is one rank's
+    step: int | None = None  # steps that were done by then
 
 
 class ConfigError(MegaliteError):
@@ -44,3 +47,23 @@ class SaveError(MegaliteError):
     """A checkpoint that cannot be written: names the path and the bytes that are free."""
 
     exit_code = 73  # os.EX_CANTCREAT
+
+
+class RankLost(MegaliteError):
+    """A rank ended without a word, or hangs: names it, its step, and what the others wait for."""
+
+    exit_code = 69  # os.EX_UNAVAILABLE
+    retryable = True
+
+
+class MeshMismatch(MegaliteError):
+    """Ranks of one run that were started with different settings, code or data: names key, values and ranks."""
+
+    exit_code = 76  # os.EX_PROTOCOL
+
+
+class Preempted(MegaliteError):
+    """SIGTERM came, and the run has left after a whole step: it may be started again and goes on there."""
+
+    exit_code = 75  # os.EX_TEMPFAIL
+    retryable = True
