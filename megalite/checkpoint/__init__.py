@@ -1,6 +1,10 @@
 """What is kept: a run's state in files that any mesh can read.
 
-boxes        boxes of a whole tensor: what a rank holds, and what of it it writes
+boxes        boxes of a whole tensor: what a rank holds, and what of that it writes
 held         Held: what a rank holds of one tensor
-source       where weights come from, read box by box
+tensor_file  tensors in a file of the safetensors format
+index        which slices of which tensor lie in which file
+folder       complete checkpoints: named, found, deleted
+saver        copied, written in a thread, committed by all ranks together
+source       weights read box by box, of a checkpoint or another folder
 """

@@ -3,4 +3,5 @@
 cli           megalite train | verify                   local     starting the ranks of one machine
 data_command  megalite data, data audit                 torchrun  joining ranks that torchrun has started
 draw_command  megalite draw                             prepare   the corpus and the data, before
+export        megalite export
 """

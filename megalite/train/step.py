@@ -16,9 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.source import WeightSource
 from megalite.config import Config, MeshConfig, OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT, Part
+from megalite.model.hf import initialise
 from megalite.parallel.compression import Compressor, compressor
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.gathered import Unit
@@ -82,11 +84,14 @@ class TrainStep:
         self.steps = 0
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh) -> TrainStep:
-        """This rank's model and its step, as a whole, resolved config asks for."""
+    def of(cls, config: Config, mesh: Mesh, source: WeightSource | None = None) -> TrainStep:
+        """This rank's model and its step, as a whole, resolved config asks for. source: of weights to begin with."""
         stages = plan_stages(config)
+        model = GPT.of(config, mesh, parts_of(stages, mesh.pp.rank))
+        if source is not None:
+            initialise(model, source)
         return cls(
-            GPT.of(config, mesh, parts_of(stages, mesh.pp.rank)),
+            model,
             config.optimizer,
             schedule=stages.schedule,
             micro_batch=config.train.micro_batch,
