@@ -3,7 +3,8 @@
 config     every setting                          parallel   where it is computed: mesh, collectives, layers
 model      what is computed                       train      when: the loop, the step, the optimizer
 data       tokens and their order                 launch     on which machines: command line, torchrun
-plan       what is worked out before the run       checkpoint what is kept
+plan       what is worked out before the run
+checkpoint  what is kept, for any mesh to read
 testing    run a function on N ranks; compare a parallel module with its dense twin
 """
 

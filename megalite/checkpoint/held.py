@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megalite.checkpoint.boxes import Place, places_of, share
 from megalite.parallel.sharding import Shard
+
+DTYPES = {  # as safetensors calls them
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +64,8 @@ def written_by_this_rank(held: Sequence[Held]) -> list[tuple[Held, Place]]:
     written = []
     for (copies, inner), places in alike.items():
         each, place = places[0]
+        number = each.copy * inner + place.copy
         boxes = [(place.box, each.values.element_size()) for each, place in places]
-        for number, box in share(boxes, each.copy * inner + place.copy, copies * inner):
-            holder, place = places[number]
-            written.append((holder, place.of(box)))
+        for i, box in share(boxes, number, copies * inner):
+            written.append((places[i][0], places[i][1].of(box)))
     return written

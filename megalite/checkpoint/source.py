@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.boxes import Box
-from megalite.checkpoint.held import Held
+from megalite.checkpoint import index
+from megalite.checkpoint.boxes import Box, whole
+from megalite.checkpoint.folder import Checkpoint, opened
+from megalite.checkpoint.held import DTYPES, Held
+from megalite.checkpoint.index import Slice
+from megalite.checkpoint.tensor_file import TensorFile
 from megalite.errors import CheckpointError
+
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class WeightSource(Protocol):
@@ -28,20 +37,121 @@ class WeightSource(Protocol):
         ...
 
 
+class Source:
+    """The tensors of a checkpoint. bytes_read: of slices and headers, so far
+
+    A slice is read whole, since its checksum is of the whole, and the last one is remembered. `close` it, or use it in
+    a `with`. CheckpointError, naming file and tensor, for whatever is not as it was written.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path, self.index = checkpoint.path, checkpoint.index
+        self.bytes_read = 0
+        self._open = ExitStack()
+        self._folder = self._open.enter_context(opened(self.path))
+        self._files: dict[str, TensorFile] = {}
+        self._last: tuple[Slice, Tensor] | None = None
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of its files."""
+        self._open.close()
+        self._last = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        return TORCH[self._tensor(name).dtype]
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor; a new tensor, or a view of the slice that has it."""
+        pieces = list(self.pieces(name, box))
+        if len(pieces) == 1:
+            return pieces[0][1]
+        values = torch.empty(box.shape, dtype=self.dtype(name), device="cpu")
+        for part, read in pieces:
+            values[part.within(box).slices] = read
+        return values
+
+    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """The same, slice by slice, so that no more than one of them is in memory: boxes of the whole, and values."""
+        tensor = self._tensor(name)
+        if not box.size:
+            yield box, torch.empty(box.shape, dtype=TORCH[tensor.dtype], device="cpu")
+        for each in tensor.slices:
+            if (part := box.intersection(each.box)) is not None:
+                yield part, self._slice(name, each)[part.within(each.box).slices]
+
+    def verify(self) -> None:
+        """Read everything."""
+        for name, tensor in self.index.tensors.items():
+            for _ in self.pieces(name, whole(tensor.shape)):
+                pass
+
+    def _tensor(self, name: str) -> index.Tensor:
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.path}: {name} is not in it: it is of another model or another optimizer")
+        return self.index.tensors[name]
+
+    def _slice(self, name: str, each: Slice) -> Tensor:
+        if self._last is not None and self._last[0] is each:
+            return self._last[1]
+        file, path = self._file(each.file), self.path / each.file
+        entry, dtype = file.entries.get(each.key), self._tensor(name).dtype
+        if entry is None or entry.shape != each.box.shape or entry.dtype != dtype:
+            raise CheckpointError(f"{path}: {name}: {each.key} is not there, or of another shape or dtype")
+        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8, device="cpu")
+        bytes_ = data.numpy().data
+        file.read_into(each.key, bytes_)
+        self.bytes_read += len(bytes_)
+        if zlib.crc32(bytes_) != each.crc32:
+            raise CheckpointError(f"{path}: {name}: {each.key} is damaged: its CRC-32 is not the one that was written")
+        self._last = each, data.view(TORCH[dtype]).view(entry.shape)
+        return self._last[1]
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            kept, path = self.index.files[name], Path(self.path / name)
+            file = TensorFile(path, folder=self._folder, size=kept.bytes, header_crc32=kept.header_crc32)
+            self._files[name] = self._open.enter_context(file)
+            self.bytes_read += file.start
+        return self._files[name]
+
+
 @torch.no_grad()
 def load(held: Iterable[Held], source: WeightSource) -> None:
     """Fill the values of all that is held, by their names.
 
     CheckpointError where the source lacks a tensor or has it in another shape, before anything is written; and where
-    what is read is damaged, when some may be.
+    what is read is damaged, when some may be. A checkpoint must have the same dtypes too; others are converted.
     """
     held = list(held)
     for each in held:
-        if (shape := source.shape(each.name)) != each.shard.shape:
-            raise CheckpointError(
-                f"{each.name}: shape {list(shape)} there, {list(each.shard.shape)} in this model; the settings of "
-                "[model] that it was saved with would do"
-            )
+        _check(each, source)
     for each in held:
         for place in each.places:
-            each.view(place).copy_(source.read(each.name, place.box))
+            for box, values in _pieces(source, each.name, place.box):
+                each.view(place.of(box)).copy_(values)
+
+
+def _check(each: Held, source: WeightSource) -> None:
+    where = f"{source.path}: " if isinstance(source, Source) else ""
+    if (shape := source.shape(each.name)) != each.shard.shape:
+        raise CheckpointError(
+            f"{where}{each.name} has shape {list(shape)} there, and {list(each.shard.shape)} in this run: it is of "
+            "another model"
+        )
+    if isinstance(source, Source) and (dtype := source.dtype(each.name)) != each.values.dtype:
+        raise CheckpointError(f"{where}{each.name} is {dtype} there, and {each.values.dtype} in this run")
+
+
+def _pieces(source: WeightSource, name: str, box: Box) -> Iterable[tuple[Box, Tensor]]:
+    return source.pieces(name, box) if isinstance(source, Source) else [(box, source.read(name, box))]
