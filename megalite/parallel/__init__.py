@@ -11,7 +11,7 @@ kernels      attention with its log-sum-exp            local_attention   by tile
 parameters   cut, join, sum partial gradients          forkserver  ranks as copies of one warm process
 compare      relative errors, worst over the ranks     pipeline    stages in turn, and when each is idle (pp)
 weight_gradients   of linears: added in place, at once or later
-lookup       rows of a table
+lookup       rows of a table                           words       text between ranks
 zero         optimizer state, gradients and weights in slices, one on each replica (dp × sp)
 bucket       what of them lies in one flat buffer
 gathered     weights in slices, whole only while they compute
