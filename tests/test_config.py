@@ -153,6 +153,33 @@ BAD = [
     (["model.ffn=130", "mesh.tp=4"], None, "mesh.tp: 4 given", "a divisor of model.ffn=130 would do"),
     (["mesh.dp=4", "mesh.shard=3"], None, "mesh.shard: 3 given", "a divisor of dp × sp = 4 would do"),
     (["mesh.dp=2", "mesh.sp=2", "mesh.shard=8"], None, "mesh.shard: 8 given", "a divisor of dp × sp = 4 would do"),
+    # what gradients and the optimizer's state cannot be at once
+    (["mesh.compress=int8", "mesh.zero=1"], None, "mesh.compress: 'int8' given; 'none' would do with mesh.zero=1", ""),
+    (["mesh.compress=int8", "mesh.zero=3"], None, "mesh.compress: 'int8' given; 'none' would do with mesh.zero=3", ""),
+    (
+        ["mesh.compress=powersgd", "train.dtype=bfloat16"],
+        None,
+        "mesh.compress: 'powersgd' given; 'none' would do with train.dtype='bfloat16'",
+        "since it sums gradients whole",
+    ),
+    (["mesh.compress=bfloat16", "train.dtype=float16"], None, "mesh.compress: 'bfloat16' given", "dtype='float16'"),
+    (["mesh.compress=int8", "optimizer.offload=true"], None, "mesh.compress: 'int8' given", "optimizer.offload=true"),
+    *(
+        (["optimizer.name=muon", f"mesh.zero={zero}"], None, f"mesh.zero: {zero} given; 0 would do", "whole matrices")
+        for zero in (1, 2, 3)
+    ),
+    (
+        ["optimizer.name=muon", "optimizer.offload=true"],
+        None,
+        "optimizer.offload: true given; false would do with optimizer.name='muon'",
+        "whole matrices",
+    ),
+    (
+        ["optimizer.state_dtype=bfloat16", "train.dtype=float64"],
+        None,
+        "optimizer.state_dtype: 'bfloat16' given; 'float32' would do with train.dtype='float64'",
+        "",
+    ),
     (["data.weights=[1]"], None, "data.weights: 1 given", "one for each of the 0 data.paths would do"),
     (["data.paths=['a']", "data.weights=[-1]"], None, "data.weights: [-1.0] given", "none negative"),
     (["data.paths=['a']", "data.weights=[0]"], None, "data.weights: [0.0] given", "not all zero would do"),
@@ -364,6 +391,18 @@ def test_a_sequence_must_divide_as_the_layout_wants_it(layout):
         mesh = MeshConfig(sp=ring * ulysses, ulysses=ulysses, layout=layout)
         assert mesh.ring == ring
         assert mesh.sequence_divisor == sequence_divisor(layout, ring, ulysses)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", [["state_dtype=bfloat16"], ["offload=true"], ["name=muon"]])
+def test_what_is_not_refused_goes_together(optimizer, zero, dtype):
+    settings = [f"optimizer.{setting}" for setting in optimizer] + [f"mesh.zero={zero}", f"train.dtype={dtype}"]
+    clashes = (dtype == "float64" and "state_dtype=bfloat16" in optimizer) or (zero and "name=muon" in optimizer)
+    if clashes:
+        assert error_line(None, settings)
+    else:
+        resolve(load(None, settings))
 
 
 EVERYTHING = Config(

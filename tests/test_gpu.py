@@ -170,3 +170,29 @@ def test_marks_of_a_gpu_lie_where_the_host_saw_them() -> None:
         after = time.perf_counter()
         start, end = clock.read([first, last])
         assert before - 1e-4 < start < end < after + 1e-4
+
+
+def trained(device: str, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[list[float], int, int]:
+    """Losses of ten steps; bytes of masters and state on the device, and on the host."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            step = TrainStep(GPT(ModelConfig(**PRESETS["llama-tiny"])), optimizer)
+    finally:
+        torch.set_default_dtype(before)
+    tokens, targets = (x.to(device) for x in batch(4))
+    found = [step(tokens, targets).loss for _ in range(10)]
+    kept = [p for group in step.optimizer.param_groups for p in group["params"]]
+    kept += [x for state in step.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    there = sum(x.nbytes for x in kept if x.is_cuda)
+    assert all(x.is_pinned() for x in kept if x.ndim and not x.is_cuda and isinstance(x, torch.nn.Parameter))
+    return found, there, sum(x.nbytes for x in kept) - there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_offloaded_optimizer_steps_as_one_beside_the_weights(dtype: torch.dtype) -> None:
+    here, device_bytes, _ = trained("cuda", OptimizerConfig(lr=1e-3), dtype)
+    there, left, host_bytes = trained("cuda", OptimizerConfig(lr=1e-3, offload=True), dtype)
+    assert not left and host_bytes == pytest.approx(device_bytes, rel=0.01)
+    assert there == pytest.approx(here, rel=1e-5 if dtype == torch.float32 else 1e-2)

@@ -19,7 +19,6 @@ from megalite.config_file import to_toml
 from megalite.data import Sampler, TokenFile, load_tokenizer, unigram_entropy
 from megalite.errors import ConfigError
 from megalite.model.generate import generate
-from megalite.model.gpt import GPT
 from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.layout import own_positions
 from megalite.parallel.mesh import Mesh
@@ -27,11 +26,11 @@ from megalite.parallel.pipeline.measured import Recorder
 from megalite.parallel.pipeline.saved import TIMELINE
 from megalite.parallel.world import usable_cores
 from megalite.plan.measured_division import advice
-from megalite.plan.rank_memory import predicted_memory
 from megalite.plan.stages import plan_stages
 from megalite.train.lr import learning_rate
 from megalite.train.memory import MemoryAccount, account
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
+from megalite.train.opening import in_effect, opening
 from megalite.train.pipelined import PipelinedGPT
 from megalite.train.progress import TrainingProgress
 from megalite.train.step import TrainStep, microbatches
@@ -73,6 +72,7 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
 
     local_ranks: how many ranks this machine has; None: all
     """
+    asked, config = config, in_effect(config, device.type)
     train, sizes = config.train, config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     positions = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
@@ -90,9 +90,10 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
     folder, recorder = Path(config.run.dir), _recorder(config, pipelined, local_ranks or mesh.size)
     if speaks:
         metrics = MetricsFile(folder / "metrics.jsonl")
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "config.toml").write_text(to_toml(asked), encoding="utf-8")
         entropy = unigram_entropy(data.train)
-        progress.say(_opening(config, model, data, entropy, device))
+        held, tokens = sum(p.numel() for p in model.parameters()), sum(len(file) for file in data.files)
+        progress.say(opening(asked, held, tokens, entropy, device.type))
     seen, started = 0, time.perf_counter()
     watched = min(1, train.steps - 1)  # from the second step on, the optimizer has its state
     memory: MemoryAccount | None = None
@@ -178,42 +179,6 @@ def validate(
         if axis.size > 1:
             total = issue_all_reduce(total, axis).wait()
     return total.item() / (train.validation_batches * train.global_batch * train.seq_len)
-
-
-def _opening(config: Config, model: GPT, data: Splits, entropy: float, device: torch.device) -> str:
-    held = sum(parameter.numel() for parameter in model.parameters())
-    size = config.mesh
-    cut = f"{_sequence_cut(config)}\n" if size.sp > 1 else ""
-    cut += f"{plan_stages(config)}\n" if size.pp > 1 else ""
-    cut += f"{_zero(config)}\n" if size.zero else ""
-    most = max(memory.peak for memory in predicted_memory(config))
-    tokens = sum(len(file) for file in data.files)
-    return (
-        f"mesh dp {size.dp} × pp {size.pp} × sp {size.sp} × tp {size.tp} on {device.type}; "
-        f"{held / 1e6:.2f} M parameters {'on rank 0' if size.pp > 1 else 'a rank'}; {tokens / 1e6:.2f} M tokens\n{cut}"
-        f"memory of the rank that needs most: {most / 2**20:,.0f} MiB predicted\n"
-        f"a model that knows nothing: ln {config.model.vocab_size} = {math.log(config.model.vocab_size):.3f} nats a "
-        f"token; one that knows word counts (unigram entropy): {entropy:.3f}"
-    )
-
-
-def _sequence_cut(config: Config) -> str:
-    """How sp is divided, and by what where that is what `mesh.ulysses=0` chooses."""
-    mesh, kv_heads = config.mesh, config.model.kv_heads
-    each = max(1, kv_heads // mesh.tp)
-    reason = f" (by {each} kv head{'s' * (each > 1)} a rank)" if mesh.ulysses == mesh.chosen_ulysses(kv_heads) else ""
-    layout = f", {mesh.layout}" if mesh.ring > 1 else ""
-    return f"sp {mesh.sp} = ring {mesh.ring} × ulysses {mesh.ulysses}{reason}{layout}"
-
-
-def _zero(config: Config) -> str:
-    """Over how many ranks what is divided, or that nothing is."""
-    mesh = config.mesh
-    shards = mesh.shard or mesh.dp * mesh.sp
-    if shards == 1:
-        return f"mesh.zero={mesh.zero} has no effect: {'mesh.shard=1' if mesh.shard else 'dp × sp = 1'} divides nothing"
-    copies = mesh.dp * mesh.sp // shards
-    return f"zero {mesh.zero} over {shards} ranks" + (f", in {copies} groups that do likewise" if copies > 1 else "")
 
 
 def _closing(line: dict[str, float], entropy: float, config: Config, recorder: Recorder | None) -> str:

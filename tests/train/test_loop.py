@@ -186,7 +186,7 @@ def test_memory_measured_beside_what_was_predicted(config, tmp_path, capsys):
     shown = capsys.readouterr().out
     measured, predicted = line["memory"], line["memory_predicted"]
     names = ["parameters", "gradients", "optimizer", "activations", "buffers", "peak"]
-    assert measured.pop("rank") == 0 and list(measured) == list(predicted) == names
+    assert measured.pop("rank") == 0 and list(measured) == list(predicted) == [*names, "host"]
     for name in names[:4]:
         assert measured[name] == pytest.approx(predicted[name], rel=0.002)
     lines = [line.removeprefix("rank 0: ") for line in shown.splitlines()]
@@ -195,6 +195,14 @@ def test_memory_measured_beside_what_was_predicted(config, tmp_path, capsys):
     for row, title, values in zip(rows, ("predicted", "measured"), (predicted, measured), strict=True):
         assert row.split() == [title, *(f"{values[name] / 2**20:.2f}" for name in names)]
     assert "memory of the rank that needs most: 1 MiB predicted\n" in shown
+
+
+def test_a_cpu_offloads_nothing_and_says_so(config, tmp_path, capsys):
+    config = replace(config, train=replace(config.train, steps=3), optimizer=replace(config.optimizer, offload=True))
+    line = run(config, tmp_path, "run")[1]
+    assert "optimizer.offload=true has no effect: a CPU's memory is the host's\n" in capsys.readouterr().out
+    assert line["memory"]["optimizer"] and not line["memory"]["host"]
+    assert load(tmp_path / "run" / "config.toml").optimizer.offload  # as it was asked for
 
 
 def test_how_sp_is_cut_is_said(config, tmp_path, capsys):

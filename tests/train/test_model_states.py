@@ -13,8 +13,8 @@ from megalite.config import Config, MeshConfig, ModelConfig, resolve
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
 from megalite.testing import run_ranks
-from megalite.train.loop import _zero
 from megalite.train.lr import learning_rate
+from megalite.train.opening import model_states
 from megalite.train.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, hidden=128, layers=8, heads=4, max_seq_len=32)  # 1.7 M weights, mostly of blocks
@@ -136,12 +136,14 @@ def test_where_sums_are_of_two_every_stage_is_bitwise_the_same(dtype):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"dp": 1}, "mesh.zero=2 has no effect: dp × sp = 1 divides nothing"),
-        ({"dp": 4, "shard": 1}, "mesh.zero=2 has no effect: mesh.shard=1 divides nothing"),
-        ({"dp": 4, "sp": 2, "ulysses": 1}, "zero 2 over 8 ranks"),
-        ({"dp": 4, "shard": 2}, "zero 2 over 2 ranks, in 2 groups that do likewise"),
+        ({"dp": 1, "zero": 2}, "mesh.zero=2 has no effect: dp × sp = 1 divides nothing"),
+        ({"dp": 4, "shard": 1, "zero": 2}, "mesh.zero=2 has no effect: mesh.shard=1 divides nothing"),
+        ({"dp": 4, "sp": 2, "ulysses": 1, "zero": 2}, "zero 2 over 8 ranks"),
+        ({"dp": 4, "shard": 2, "zero": 2}, "zero 2 over 2 ranks, in 2 groups that do likewise"),
+        ({"dp": 4, "shard": 2}, "mesh.shard=2 has no effect: mesh.zero=0 divides nothing"),
+        ({"dp": 1, "compress": "int8"}, "mesh.compress='int8' has no effect: with dp × sp = 1 no gradients travel"),
     ],
 )
 def test_a_run_says_over_how_many_ranks_what_is_divided(sizes, said):
-    config = resolve(Config(mesh=MeshConfig(zero=2, **sizes)))
-    assert _zero(config) == said
+    assert model_states(resolve(Config(mesh=MeshConfig(**sizes))), "cpu") == [said]
+    assert model_states(resolve(Config(mesh=MeshConfig(dp=4, compress="int8"))), "cpu") == []
