@@ -187,6 +187,7 @@ class GPT(nn.Module):
         whole: bool = False,
         part: Part | None = None,
         x: Tensor | None = None,
+        about: Context | None = None,
     ) -> Tensor:
         """Logits `[b, s, V]` of tokens `[b, s]`; with targets `[b, s]`, the loss, whose logits never exist whole.
 
@@ -197,6 +198,7 @@ class GPT(nn.Module):
         z_loss: weight of (log-sum-exp)² in the loss
         whole: the tokens are whole sequences although the mesh cuts them; every sp rank computes them alike
         part: compute no more than this one of `parts`; without a head, what the next part takes as `x`, of `x_shape`
+        about: the context, where the tokens follow others (kv_cache.py)
         Results are whole and equal on every tp rank. ValueError for sequences longer than config.max_seq_len.
         """
         part = part or self.parts[0]
@@ -206,7 +208,8 @@ class GPT(nn.Module):
                 f"a sequence of {tokens.shape[1] * mesh.sp.size} tokens given; at most "
                 f"max_seq_len={self.config.max_seq_len} would do"
             )
-        about = self._context(mesh, tokens, documents)
+        if about is None:
+            about = self._context(mesh, tokens, documents)
         if part.embedding:
             x = self._embedded(self._padded(tokens.flatten(), 0), about)
         for layer in part.layers:
