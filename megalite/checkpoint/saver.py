@@ -30,9 +30,9 @@ from megalite.checkpoint.index import File, Index, Slice, Tensor, joined
 from megalite.checkpoint.tensor_file import Entry, write
 from megalite.errors import SaveError
 from megalite.parallel.mesh import Axis
+from megalite.parallel.words import exchanged
 
 SLICE = 16 * 2**20  # bytes of a slice, at most: as much as a reader reads at once to check it
-MESSAGE = 1024  # bytes of an error that travel
 
 
 class Saver:
@@ -50,7 +50,7 @@ class Saver:
         self._buffer = torch.empty(0, dtype=torch.uint8)  # stays from one save to the next
         self._thread: threading.Thread | None = None
         self._step: int | None = None
-        self._error: str | None = None
+        self._error = ""
         self._part = Index({}, {})
         self._state = b""
 
@@ -73,7 +73,7 @@ class Saver:
         """
         if self.pending:
             raise ValueError(f"the checkpoint of step {self._step} is not committed: commit would do")
-        self._step, self._error, self._part = step, None, Index({}, {})
+        self._step, self._error, self._part = step, "", Index({}, {})
         self._state = json.dumps({"step": step, **state}, indent=1, allow_nan=False).encode() + b"\n"
         path = temporary(self.root, step) / f"rank-{self.world.rank:05d}.safetensors"
         slices = _slices(list(held))
@@ -111,12 +111,12 @@ class Saver:
             self._thread.join()
             self._thread = None
         try:
-            self._agree(self._error)
+            self._agree()
             parts = self._gather(self._part.to_json())
             if self.world.rank == 0:
                 here = temporary(self.root, step) / INDEX
                 self._attempt(here, lambda: commit(self.root, step, joined(_parsed(parts, here), here), self._state))
-            self._agree(self._error)
+            self._agree()
         except SaveError:
             if self.world.rank == 0:
                 shutil.rmtree(temporary(self.root, step), ignore_errors=True)
@@ -133,7 +133,7 @@ class Saver:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self._attempt(path, look, size)
-        return self._error is not None
+        return bool(self._error)
 
     def _write(self, path: Path, entries: dict[str, Entry], wholes: list[tuple[str, tuple[int, ...], Box]]) -> None:
         """What the thread does."""
@@ -175,25 +175,16 @@ class Saver:
         except Exception as error:  # of whatever kind: raised here, the other ranks would wait for ever
             self._error = f"{path}: cannot be written on rank {self.world.rank}: {type(error).__name__}: {error}"
 
-    def _agree(self, error: str | None) -> None:
+    def _agree(self) -> None:
         """SaveError on all ranks where one of them has an error."""
-        message = (error or "").encode()[:MESSAGE]
-        if self.world.size > 1:
-            device = _device(self.world)
-            own = torch.zeros(MESSAGE, dtype=torch.uint8)
-            own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else 0
-            everyone = [torch.zeros(MESSAGE, dtype=torch.uint8, device=device) for _ in range(self.world.size)]
-            dist.all_gather(everyone, own.to(device), group=self.world.group)
-            messages = [bytes(each.tolist()).rstrip(b"\0") for each in everyone]
-            message = next((each for each in messages if each), b"")
-        if message:
-            raise SaveError(message.decode(errors="replace"))
+        if error := next(filter(None, exchanged(self._error, self.world)), ""):
+            raise SaveError(error)
 
     def _gather(self, text: bytes) -> list[bytes]:
         """Every rank's text, on rank 0."""
         if self.world.size == 1:
             return [text]
-        device, size, group = _device(self.world), self.world.size, self.world.group
+        device, size, group = "cuda" if self.world.overlaps else "cpu", self.world.size, self.world.group
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
         dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
         longest = max(int(length) for length in lengths)
@@ -230,7 +221,3 @@ def _free(path: Path) -> int | None:
     except OSError:
         return None
     return about.f_bavail * about.f_frsize
-
-
-def _device(axis: Axis) -> str:
-    return "cuda" if axis.overlaps else "cpu"

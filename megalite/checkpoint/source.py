@@ -38,14 +38,16 @@ class WeightSource(Protocol):
 
 
 class Source:
-    """The tensors of a checkpoint. bytes_read: of slices and headers, so far
+    """The tensors of a checkpoint. under: what all names given here begin with there, as "model/" for weights alone
+
+    bytes_read: of slices and headers, so far
 
     A slice is read whole, since its checksum is of the whole, and the last one is remembered. `close` it, or use it in
     a `with`. CheckpointError, naming file and tensor, for whatever is not as it was written.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.path, self.index = checkpoint.path, checkpoint.index
+    def __init__(self, checkpoint: Checkpoint, under: str = "") -> None:
+        self.path, self.index, self.under = checkpoint.path, checkpoint.index, under
         self.bytes_read = 0
         self._open = ExitStack()
         self._folder = self._open.enter_context(opened(self.path))
@@ -93,13 +95,14 @@ class Source:
     def verify(self) -> None:
         """Read everything."""
         for name, tensor in self.index.tensors.items():
-            for _ in self.pieces(name, whole(tensor.shape)):
-                pass
+            if name.startswith(self.under):
+                for _ in self.pieces(name.removeprefix(self.under), whole(tensor.shape)):
+                    pass
 
     def _tensor(self, name: str) -> index.Tensor:
-        if name not in self.index.tensors:
-            raise CheckpointError(f"{self.path}: {name} is not in it: it is of another model or another optimizer")
-        return self.index.tensors[name]
+        if (tensor := self.index.tensors.get(self.under + name)) is None:
+            raise CheckpointError(f"{self.path}: {self.under}{name} is not in it: it is of another model or optimizer")
+        return tensor
 
     def _slice(self, name: str, each: Slice) -> Tensor:
         if self._last is not None and self._last[0] is each:
@@ -131,26 +134,19 @@ def load(held: Iterable[Held], source: WeightSource) -> None:
     """Fill the values of all that is held, by their names.
 
     CheckpointError where the source lacks a tensor or has it in another shape, before anything is written; and where
-    what is read is damaged, when some may be. A checkpoint must have the same dtypes too; others are converted.
+    what is read is damaged, when some may be. Values of another dtype are converted.
     """
     held = list(held)
     for each in held:
-        _check(each, source)
+        if (shape := source.shape(each.name)) != each.shard.shape:
+            raise CheckpointError(
+                f"{each.name} has shape {list(shape)} there, and {list(each.shard.shape)} in this run: it is of "
+                "another model"
+            )
     for each in held:
         for place in each.places:
             for box, values in _pieces(source, each.name, place.box):
                 each.view(place.of(box)).copy_(values)
-
-
-def _check(each: Held, source: WeightSource) -> None:
-    where = f"{source.path}: " if isinstance(source, Source) else ""
-    if (shape := source.shape(each.name)) != each.shard.shape:
-        raise CheckpointError(
-            f"{where}{each.name} has shape {list(shape)} there, and {list(each.shard.shape)} in this run: it is of "
-            "another model"
-        )
-    if isinstance(source, Source) and (dtype := source.dtype(each.name)) != each.values.dtype:
-        raise CheckpointError(f"{where}{each.name} is {dtype} there, and {each.values.dtype} in this run")
 
 
 def _pieces(source: WeightSource, name: str, box: Box) -> Iterable[tuple[Box, Tensor]]:

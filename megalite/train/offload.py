@@ -26,22 +26,22 @@ class Offloaded:
     """The optimizer of `buckets.masters`, which lie on the host, to be used as if they lay beside the weights."""
 
     def __init__(self, buckets: ShardedParameters, optimizer: torch.optim.Optimizer) -> None:
-        self._buckets, self._optimizer = buckets.buckets, optimizer
+        self._buckets, self.optimizer = buckets.buckets, optimizer
         self.copies: list[Tensor] = []  # of gradients, on the host
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """As of an optimizer."""
-        return self._optimizer.param_groups
+        return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:
         """As of an optimizer."""
-        return self._optimizer.state
+        return self.optimizer.state
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As of an optimizer."""
-        return self._optimizer.register_step_pre_hook(hook)
+        return self.optimizer.register_step_pre_hook(hook)
 
     def step(self) -> None:
         """One update of all of them; `publish` brings it to the weights."""
@@ -51,7 +51,7 @@ class Offloaded:
             bucket.master.grad = gradient.copy_(bucket.gradient, non_blocking=True)
         if self._buckets[0].gradient.is_cuda:
             torch.cuda.current_stream().synchronize()  # weights of the step before have left by then, too
-        self._optimizer.step()
+        self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients; the memory of their copies stays."""

@@ -22,9 +22,7 @@ from megalite.train.offload import Offloaded
 from megalite.train.small_state import AdamWOfSmallState
 
 
-def optimizer_of(
-    model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]
-) -> torch.optim.Optimizer | MuonAndAdamW | Offloaded:
+def optimizer_of(model: GPT, config: OptimizerConfig, buckets: Buckets, table: Mapping[str, Shard]) -> Optimizer:
     """What steps the weights of a model, or their masters."""
     if config.name == "muon":
         return MuonAndAdamW(model, config, buckets, table)
@@ -56,6 +54,33 @@ def adamw(
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
+def begin_state(optimizer: Optimizer, updates: int) -> None:
+    """Give what is stepped the state that `updates` updates leave, zeros where there is none; after none, none."""
+    if isinstance(optimizer, MuonAndAdamW):
+        for part in optimizer.optimizers:
+            begin_state(part, updates)
+    elif isinstance(optimizer, Offloaded):
+        begin_state(optimizer.optimizer, updates)
+    elif not updates:
+        optimizer.state.clear()
+    else:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _begin_state(optimizer, parameter, updates)
+
+
+def _begin_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, updates: int) -> None:
+    state, small = optimizer.state[parameter], isinstance(optimizer, AdamWOfSmallState)
+    for name in ("momentum_buffer",) if isinstance(optimizer, Muon) else ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            like = parameter.detach()
+            state[name] = torch.zeros_like(like, dtype=torch.bfloat16 if small else like.dtype)
+    if small:
+        state["step"] = updates
+    elif not isinstance(optimizer, Muon):  # the fused AdamW of PyTorch has it in a tensor
+        state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+
+
 class MuonAndAdamW:
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases; to be used as one optimizer.
 
@@ -73,40 +98,44 @@ class MuonAndAdamW:
                     view = _part(bucket.master.detach(), start, parameter)
                     stepped[parameter] = nn.Parameter(view)
                     self._views.append((stepped[parameter], bucket.master, start))
+        self.stepped = stepped  # of each parameter, what has its state
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = {stepped[p]: table[name] for name, p in named if name.startswith("blocks.") and p.ndim == 2}
         others = [(stepped[p], p.ndim >= 2) for _, p in named if stepped[p] not in matrices]
         muon = Muon(matrices, model.mesh.tp, lr=config.lr, weight_decay=config.weight_decay) if matrices else None
-        self._optimizers = [*([muon] if muon else []), *([adamw(others, config)] if others else [])]
+        self.optimizers = [*([muon] if muon else []), *([adamw(others, config)] if others else [])]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Of both."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:
         """Of both."""
-        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As of an optimizer."""
-        return self._optimizers[0].register_step_pre_hook(hook)
+        return self.optimizers[0].register_step_pre_hook(hook)
 
     def step(self) -> None:
         """One update of all that have a gradient."""
         for view, master, start in self._views:
             view.grad = None if master.grad is None else _part(master.grad, start, view)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of gradients, masters' included."""
         for _, master, _ in self._views:
             master.grad = None
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def _part(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return flat[start : start + like.numel()].view_as(like)
+
+
+Optimizer = torch.optim.Optimizer | MuonAndAdamW | Offloaded

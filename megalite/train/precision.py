@@ -26,7 +26,7 @@ class LossScale:
     def __init__(self, dtype: torch.dtype, first: float = FIRST, grows_after: int = GROWS_AFTER) -> None:
         self.dynamic = dtype == torch.float16
         self.value = first if self.dynamic else 1.0
-        self.grows_after, self.skipped, self._good = grows_after, 0, 0
+        self.grows_after, self.skipped, self.good = grows_after, 0, 0
 
     def takes(self, norm: float) -> bool:
         """After a backward, whether to take the step: not where the gradient's norm is none and a lower scale may do.
@@ -36,11 +36,11 @@ class LossScale:
         if not self.dynamic:
             return True
         if math.isfinite(norm):
-            self._good += 1
-            if self._good % self.grows_after == 0:
+            self.good += 1
+            if self.good % self.grows_after == 0:
                 self.value *= 2
             return True
-        self._good = 0
+        self.good = 0
         if self.value / 2 < LEAST:
             return True
         self.value /= 2
