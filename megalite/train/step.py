@@ -16,11 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.source import WeightSource
 from megalite.config import Config, MeshConfig, OptimizerConfig
 from megalite.errors import NumericError
 from megalite.model.gpt import GPT, Part
-from megalite.model.hf import initialise
 from megalite.parallel.compression import Compressor, compressor
 from megalite.parallel.ddp import GradientBuckets
 from megalite.parallel.gathered import Unit
@@ -84,14 +82,11 @@ class TrainStep:
         self.steps = 0
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, source: WeightSource | None = None) -> TrainStep:
-        """This rank's model and its step, as a whole, resolved config asks for. source: of weights to begin with."""
+    def of(cls, config: Config, mesh: Mesh) -> TrainStep:
+        """This rank's model and its step, as a whole, resolved config asks for."""
         stages = plan_stages(config)
-        model = GPT.of(config, mesh, parts_of(stages, mesh.pp.rank))
-        if source is not None:
-            initialise(model, source)
         return cls(
-            model,
+            GPT.of(config, mesh, parts_of(stages, mesh.pp.rank)),
             config.optimizer,
             schedule=stages.schedule,
             micro_batch=config.train.micro_batch,

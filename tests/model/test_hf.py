@@ -33,6 +33,7 @@ from megalite.model.hf_config import config_json, model_config
 from megalite.model.presets import PRESETS
 from megalite.parallel.mesh import Mesh
 from megalite.testing import run_ranks
+from megalite.train.initial import initialise as initialise_step
 from megalite.train.step import TrainStep
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -182,15 +183,13 @@ def test_rope_as_transformers_4_wrote_it(scaling):
     assert model_config(old).rope_theta == 5e5
 
 
-def last_logits(folder, mesh, layers, tokens):
+def last_logits(folder, mesh, tokens):
     """Of every sequence's last token, on this rank, by the way that training goes."""
     torch.set_default_dtype(torch.float64)
-    source = HuggingFaceFolder(folder)
-    model = dataclasses.replace(model_config(source.config), init=str(folder))
     train = TrainConfig(global_batch=4 * mesh.dp, seq_len=8, dtype="float64")
-    config = resolve(Config(model, mesh, train=train))
-    sizes = Mesh(mesh.dp, mesh.pp, mesh.sp, mesh.tp)
-    step = TrainStep.of(config, sizes, FromHuggingFace(source, config.model))
+    config = resolve(Config(model_config(HuggingFaceFolder(folder).config), mesh, train=train))
+    step = TrainStep.of(config, Mesh(mesh.dp, mesh.pp, mesh.sp, mesh.tp))
+    initialise_step(step, str(folder))
     with torch.no_grad():
         return step.pipelined.logits(tokens)
 
@@ -199,7 +198,7 @@ def check_mesh(saved, variant, dp=1, pp=1, tp=1, zero=0, **options):
     theirs, folder = saved(variant, **options)
     mesh = MeshConfig(dp, pp, tp=tp, zero=zero)
     expected = theirs(words()).logits[:, -1]
-    for actual in run_ranks(last_logits, mesh.size, folder, mesh, 3, words()):
+    for actual in run_ranks(last_logits, mesh.size, folder, mesh, words()):
         assert distance(actual, expected) < 1e-9
 
 
