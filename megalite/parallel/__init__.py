@@ -15,5 +15,7 @@ lookup       rows of a table                           words       text between 
 zero         optimizer state, gradients and weights in slices, one on each replica (dp × sp)
 bucket       what of them lies in one flat buffer
 gathered     weights in slices, whole only while they compute
+watchdog     finds the rank that hangs                peers       which ranks are together on each axis
+blame        whom the others wait for
 compression  sums of gradients in fewer bytes (dp × sp)
 """

@@ -1,4 +1,4 @@
-"""Every collective that this rank issued: bytes counted by axis and operation, and the last few as lines.
+"""Every collective that this rank issued: bytes counted by axis and operation, the last few as lines, and when it was.
 
 Bytes are those that a bandwidth-optimal algorithm sends from each rank (nccl-tests, PERFORMANCE.md), S being the
 bytes of the full buffer and n the ranks of the axis:
@@ -7,14 +7,17 @@ bytes of the full buffer and n the ranks of the axis:
     all_gather, reduce_scatter, all_to_all      (n-1)/n · S
     send, shift (to one other rank)             S, being what this rank sends
 
-The lines tell which rank hangs in which call: ranks agree on sequence numbers per axis until one stops.
+The lines tell which rank hangs in which call: ranks agree on sequence numbers per axis until one stops. Sends, of which
+each rank of a pipeline has its own, are numbered apart. A watchdog reads when this rank last got on, and in which step.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
@@ -38,13 +41,20 @@ class Call:
 
 
 class Traffic:
-    """Totals since `reset`, and the last `lines` calls."""
+    """Totals since `reset`, the last `lines` calls, and how far this rank is.
+
+    marked: when it last got on, by time.monotonic   step: how many steps it has done
+    action, awaits: of a pipeline, what it does, and (what it waits for, from which pp rank)
+    """
 
     def __init__(self, lines: int = 256) -> None:
         self.bytes: Counter[tuple[str, str]] = Counter()  # (axis, operation) -> bytes sent
         self.calls: Counter[tuple[str, str]] = Counter()
         self.recent: deque[Call] = deque(maxlen=lines)
-        self._sequence: Counter[str] = Counter()
+        self.marked, self.step = time.monotonic(), 0
+        self.action: Any = None
+        self.awaits: tuple[Any, int] | None = None
+        self._sequence: Counter[tuple[str, bool]] = Counter()  # (axis, whether a send)
 
     def record(
         self, axis: str, ranks: int, operation: str, shape: tuple[int, ...], dtype: str, full_bytes: int
@@ -53,8 +63,22 @@ class Traffic:
         sent = PASSES[operation] * (ranks - 1) * full_bytes // ranks if operation in PASSES else full_bytes
         self.bytes[axis, operation] += sent
         self.calls[axis, operation] += 1
-        self._sequence[axis] += 1
-        self.recent.append(Call(self._sequence[axis], axis, operation, shape, dtype, sent, _caller()))
+        numbered = axis, operation == "send"
+        self._sequence[numbered] += 1
+        self.recent.append(Call(self._sequence[numbered], axis, operation, shape, dtype, sent, _caller()))
+        self.marked = time.monotonic()
+
+    def at(self, action: Any, awaits: tuple[Any, int] | None = None) -> None:
+        """Note which action of a pipeline this rank does, or waits to do until something comes."""
+        self.action, self.awaits, self.marked = action, awaits, time.monotonic()
+
+    def did_step(self, steps: int) -> None:
+        """Note that so many steps are done."""
+        self.step, self.marked = steps, time.monotonic()
+
+    def numbers(self) -> dict[str, int]:
+        """The number of the last collective on each axis, sends left out."""
+        return {axis: number for (axis, send), number in list(self._sequence.items()) if not send}
 
     def on(self, axis: str) -> int:
         """Bytes sent on one axis by all operations."""
