@@ -46,6 +46,11 @@ def load(
         if not isinstance(model["preset"], str) or model["preset"] not in known:
             raise ConfigError(f"model.preset: {model['preset']!r} given; {_nearest(str(model['preset']), known)}")
         settings["model"] = {**known[model["preset"]], **model}
+    return from_tables(settings)
+
+
+def from_tables(settings: Mapping[str, Any]) -> Config:
+    """The Config of nested tables, as TOML and JSON have them: what `dataclasses.asdict` made of one, for instance."""
     return check(_build(Config, settings, ""))
 
 

@@ -3,5 +3,7 @@
 cli           megalite train | verify                   local     starting the ranks of one machine
 data_command  megalite data, data audit                 torchrun  joining ranks that torchrun has started
 draw_command  megalite draw                             prepare   the corpus and the data, before
-export        megalite export
+export_command  megalite export                         export    a checkpoint as a Hugging Face folder
+generate_command  megalite generate
+stored        a model kept in a run or a Hugging Face folder
 """

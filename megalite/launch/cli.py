@@ -1,4 +1,4 @@
-"""The command line: `megalite train | verify | data | data audit | draw`.
+"""The command line: `megalite train | verify | data | data audit | draw | export | generate`.
 
 Settings are checked before PyTorch is imported and before any rank starts. A user's mistake is one line and an exit
 code of sysexits.h: 64 usage, 65 data, 78 configuration, 130 Ctrl-C.
@@ -19,6 +19,8 @@ from megalite.config_file import load
 from megalite.errors import DataError, MegaliteError
 from megalite.launch.data_command import AUDIT, add_data
 from megalite.launch.draw_command import add_draw
+from megalite.launch.export_command import add_export
+from megalite.launch.generate_command import add_generate
 from megalite.launch.prepare import prepare
 from megalite.launch.torchrun import World, join_torchrun, launched
 from megalite.model.presets import PRESETS
@@ -167,4 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=run)
     add_data(commands)
     add_draw(commands)
+    add_export(commands)
+    add_generate(commands)
     return parser
