@@ -10,6 +10,7 @@ is whole, and computes what the checkpoint does.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from megalite.checkpoint.hf_folder import HuggingFaceFolder, write_tensors
 from megalite.checkpoint.source import WeightSource
 from megalite.config import ModelConfig
 from megalite.data.tokenizer import end_of_text, load_tokenizer
-from megalite.errors import NumericError, SaveError
+from megalite.errors import SaveError
 from megalite.model.gpt import GPT
 from megalite.model.hf import FromHuggingFace, initialise, to_hugging_face
 from megalite.model.hf_config import config_json, family_of
@@ -45,12 +46,12 @@ def export(
 
     dtype: of the weights there   tokenizer: a tokenizer.json that goes with it, the token that ends a document included
 
-    Raises ConfigError where transformers has no such model, SaveError where it cannot be written or something is there
-    already, NumericError where what was written does not compute the same. Then there is no folder.
+    Raises ConfigError where transformers has no such model; SaveError where it cannot be written, something is there
+    already, or what was written does not compute the same. Then there is no folder.
     """
     folder = Path(folder)
     family_of(config)
-    if folder.exists():
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise SaveError(f"{folder}: is there already; another name would do, or delete it first")
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -60,7 +61,10 @@ def export(
         _write(partial / "config.json", config_json(config, str(dtype).removeprefix("torch."), end))
         _write(partial / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         _check(config, source, partial, dtype)
+        for path in (*partial.iterdir(), partial):  # a rename survives a power cut, what is in the files must too
+            _sync(path)
         partial.rename(folder)
+        _sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
@@ -87,14 +91,24 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _check(config: ModelConfig, source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
-    """NumericError unless the folder, read again, has the logits of the source."""
+    """SaveError unless the folder, read again, has the logits of the source."""
     wide = torch.promote_types(dtype, torch.float32)
     expected = _logits(config, _Rounded(source, dtype), wide)
     actual = _logits(config, FromHuggingFace(HuggingFaceFolder(folder), config), wide)
     error = ((actual - expected).abs().max() / expected.abs().max()).item()
+    if not expected.isfinite().all():
+        raise SaveError("nothing is exported: some of the logits are no numbers")
     if not error <= BOUND * torch.finfo(wide).eps:
-        raise NumericError(f"the logits of what was written differ by {error:.1e} of the largest: nothing is exported")
+        raise SaveError(f"nothing is exported: what was written has other logits, by {error:.1e} of the largest")
 
 
 def _logits(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -> Tensor:

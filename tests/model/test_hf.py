@@ -1,6 +1,7 @@
 """Models of transformers loaded here, and ours loaded there: the same logits, the same words, on every mesh."""
 
 import dataclasses
+import errno
 import json
 import struct
 from pathlib import Path
@@ -23,7 +24,7 @@ from megalite.checkpoint.boxes import Box, whole
 from megalite.checkpoint.hf_folder import HuggingFaceFolder
 from megalite.config import Config, MeshConfig, ModelConfig, TrainConfig, resolve
 from megalite.data.tokenizer import train_bpe
-from megalite.errors import CheckpointError, ConfigError, NumericError, PathRefused, SaveError
+from megalite.errors import CheckpointError, ConfigError, PathRefused, SaveError
 from megalite.launch import export as exporting
 from megalite.launch.export import export
 from megalite.model.generate import generate
@@ -34,6 +35,7 @@ from megalite.model.presets import PRESETS
 from megalite.parallel.mesh import Mesh
 from megalite.testing import run_ranks
 from megalite.train.initial import initialise as initialise_step
+from megalite.train.state import held
 from megalite.train.step import TrainStep
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -233,6 +235,41 @@ def test_logits_on_every_mesh(variant, mesh, saved):
     check_mesh(saved, variant, **mesh)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_masters_have_every_bit_of_the_file(zero, saved):
+    def masters(folder, zero):
+        torch.set_default_dtype(torch.bfloat16)
+        mesh, train = MeshConfig(2, zero=zero), TrainConfig(global_batch=2, seq_len=8, dtype="bfloat16")
+        settings = model_config(HuggingFaceFolder(folder).config)
+        step = TrainStep.of(resolve(Config(settings, mesh, train=train)), Mesh(2))
+        read = initialise_step(step, str(folder))
+        with step.gathered():
+            return read, held(step), dict(step.model.named_parameters())["norm.weight"].clone()
+
+    theirs, folder = saved("llama, grouped queries")
+    theirs.float().save_pretrained(folder)
+    exact, found = theirs.get_parameter("model.norm.weight"), torch.full((48,), torch.nan, dtype=torch.float32)
+    for read, mine, rounded in run_ranks(masters, 2, folder, zero):
+        assert read == sum(4 * len(each.values) for each in mine)
+        for each in mine:
+            if each.name == "model/norm.weight":
+                found[each.start : each.start + len(each.values)] = each.values
+        assert torch.equal(rounded, exact.bfloat16())
+    assert found.dtype == torch.float32 and torch.equal(found, exact)
+
+
+def test_every_rank_hears_of_a_file_that_one_cannot_read(saved):
+    def error(folder):
+        settings = model_config(HuggingFaceFolder(folder).config)
+        step = TrainStep.of(resolve(Config(settings, MeshConfig(2))), Mesh(2))
+        with pytest.raises(CheckpointError) as raised:
+            initialise_step(step, str(folder if step.mesh.rank else folder / "absent"))
+        return str(raised.value)
+
+    _, folder = saved("llama, grouped queries")
+    assert len({*run_ranks(error, 2, folder)}) == 1
+
+
 def test_a_rank_reads_its_part_only(saved):
     def bytes_read(folder):
         source = HuggingFaceFolder(folder)
@@ -243,8 +280,8 @@ def test_a_rank_reads_its_part_only(saved):
 
     theirs, folder = saved("llama, grouped queries")
     padding = 2 * theirs.config.hidden_size  # one row of a vocabulary of 103 over 4, at most, of embedding and head
-    for read, held in run_ranks(bytes_read, 4, folder):
-        assert 8 * (held - padding) <= read <= 8 * held
+    for read, mine in run_ranks(bytes_read, 4, folder):
+        assert 8 * (mine - padding) <= read <= 8 * mine
 
 
 # --- ours into theirs ----------------------------------------------------------------------------------------------
@@ -345,8 +382,30 @@ def test_a_model_that_transformers_has_not(config, message, tmp_path):
 
 def test_what_is_there_stays(tmp_path):
     (tmp_path / "out").mkdir()
+    export(LLAMA, InMemory(GPT(LLAMA)), tmp_path / "out")  # where nothing is in it
+    there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SaveError, match="out: is there already"):
+        export(LLAMA, InMemory(GPT(LLAMA, seed=1)), tmp_path / "out")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(folder, tensors):
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_tensors", full)
+    with pytest.raises(SaveError, match="out: cannot be written: No space left on device"):
         export(LLAMA, InMemory(GPT(LLAMA)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_no_numbers_are_not_exported(tmp_path):
+    model = GPT(LLAMA)
+    model.norm.weight.data[3] = float("nan")
+    with pytest.raises(SaveError, match="some of the logits are no numbers"):
+        export(LLAMA, InMemory(model), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_came_out_wrong_are_not_exported(tmp_path, monkeypatch):
@@ -357,7 +416,7 @@ def test_weights_that_came_out_wrong_are_not_exported(tmp_path, monkeypatch):
             yield name, values.flip(0) if name.endswith("k_proj.weight") else values
 
     monkeypatch.setattr(exporting, "to_hugging_face", wrong)
-    with pytest.raises(NumericError, match="differ by"):
+    with pytest.raises(SaveError, match="nothing is exported: what was written has other logits"):
         export(LLAMA, InMemory(drawn(GPT(LLAMA))), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
