@@ -127,7 +127,7 @@ def train(case: Case, way: Way, mesh: Mesh) -> Trajectory:
         micro_batch = way.micro_batch or (case.batch // way.dp // schedule.microbatches if schedule else 0)
         further = {"schedule": schedule, "micro_batch": micro_batch, "z_loss": case.z_loss, "bucket_mb": 0.02}
         step = TrainStep(way.gpt(case, mesh), OPTIMIZER, zero=way.zero, **further)
-        tokens, targets, documents = own_share(case.data(), mesh, way.layout)
+        tokens, targets, documents = own_share(case.data(), mesh, way.layout)[:3]
 
         step.backward(tokens, targets, documents)
         step.finish_gradients(clip=0)
