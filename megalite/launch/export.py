@@ -115,7 +115,8 @@ def _logits(config: ModelConfig, source: WeightSource, dtype: torch.dtype) -> Te
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = GPT(config)
+        with torch.device("meta"):  # nothing is drawn that is read in the end
+            model = GPT(config).to_empty(device="cpu")
     finally:
         torch.set_default_dtype(before)
     initialise(model, source)
