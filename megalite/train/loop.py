@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megalite.config import Config
 from megalite.config_file import to_toml
 from megalite.data import Sampler, TokenFile, load_tokenizer, unigram_entropy
+from megalite.data.ledger import Ledger
 from megalite.errors import ConfigError
 from megalite.model.generate import generate
 from megalite.parallel.in_flight import issue_all_reduce
@@ -27,6 +27,9 @@ from megalite.parallel.pipeline.saved import TIMELINE
 from megalite.parallel.world import usable_cores
 from megalite.plan.measured_division import advice
 from megalite.plan.stages import plan_stages
+from megalite.train.checkpoints import Checkpoints
+from megalite.train.control import Heard
+from megalite.train.initial import initialise
 from megalite.train.lr import learning_rate
 from megalite.train.memory import MemoryAccount, account
 from megalite.train.metrics import MetricsFile, flops_per_token, peak_flops
@@ -67,38 +70,58 @@ def open_data(config: Config) -> Splits:
     return Splits(files, sampler("train"), sampler("validation") if data.validation else None)
 
 
-def pretrain(config: Config, device: torch.device, local_ranks: int | None = None) -> None:
+def pretrain(
+    config: Config,
+    device: torch.device,
+    local_ranks: int | None = None,
+    heard: Heard | None = None,
+    restarted: bool = False,
+) -> None:
     """Train as `config` says, on this rank. The process group is up, and `config` is resolved for its size.
 
-    local_ranks: how many ranks this machine has; None: all
+    local_ranks: how many ranks this machine has; None: all   heard: where signals to this rank are noted
+    restarted: by a launcher, in the midst of the run
     """
     asked, config = config, in_effect(config, device.type)
     train, sizes = config.train, config.mesh
     mesh = Mesh(sizes.dp, sizes.pp, sizes.sp, sizes.tp, sizes.ulysses, sizes.shard or None)
     positions = own_positions(sizes.layout, mesh.ring.size, mesh.ulysses.size, mesh.sp.rank, train.seq_len)
+    rows = train.global_batch // mesh.dp.size
+    own_rows = slice(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
     speaks = mesh.rank == 0
     data = open_data(config)
     with device:
         torch.set_default_dtype(getattr(torch, train.dtype))
         step = TrainStep.of(config, mesh)
     model, pipelined, clock = step.model, step.pipelined, step.pipelined.clock
-    if dist.is_initialized():
-        dist.barrier()
+    checkpoints = Checkpoints(asked, step, data.files, heard)
+    start = checkpoints.resume(restarted)
+    if config.model.init and not start.done:
+        initialise(step, config.model.init)
+    if start.done >= train.steps:
+        if speaks:
+            print(
+                f"{config.run.dir} is done, at step {start.done}: more train.steps would go on, "
+                "checkpoint.resume='never' would begin anew"
+            )
+        return
     peak = mesh.size * peak_flops(device, model.dtype)
     flops = flops_per_token(config.model, train.seq_len)
-    progress, metrics, entropy = TrainingProgress(train.steps, speaks), None, math.nan
+    progress, metrics, entropy = TrainingProgress(train.steps, speaks, start.done), None, math.nan
+    ledger = Ledger(Path(config.run.dir), mesh.dp.rank, start.attempt) if _keeps_the_ledger(mesh) else None
     folder, recorder = Path(config.run.dir), _recorder(config, pipelined, local_ranks or mesh.size)
     if speaks:
-        metrics = MetricsFile(folder / "metrics.jsonl")
+        checkpoints.say = progress.say
+        metrics = MetricsFile(folder / "metrics.jsonl", start.done)
         (folder / "config.toml").write_text(to_toml(asked), encoding="utf-8")
         entropy = unigram_entropy(data.train)
         held, tokens = sum(p.numel() for p in model.parameters()), sum(len(file) for file in data.files)
         progress.say(opening(asked, held, tokens, entropy, device.type))
-    seen, started = 0, time.perf_counter()
-    watched = min(1, train.steps - 1)  # from the second step on, the optimizer has its state
+    seen, started = start.tokens, time.perf_counter()
+    watched = min(start.done + 1, train.steps - 1)  # from the second step on, the optimizer has its state
     memory: MemoryAccount | None = None
     try:
-        for index in range(train.steps):
+        for index in range(start.done, train.steps):
             begin = clock.mark()
             lr = learning_rate(index, train.steps, config.optimizer)
             batch = data.train.batch(index, train.global_batch, mesh.dp.rank, mesh.dp.size, positions).to(device)
@@ -135,6 +158,9 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
             if metrics is not None:
                 metrics.write(line)
             progress.step(index + 1, result.loss, speed, speed * flops / peak, line.get("val_loss"), bubble)
+            if ledger is not None:
+                ledger.add(index + 1, data.train.ids(index, train.global_batch)[own_rows], batch.crc32)
+            checkpoints.after(index + 1, seen)
         progress.close()
         if speaks:
             progress.say(f"{_closing(line, entropy, config, recorder)}\n{memory}")
@@ -149,6 +175,11 @@ def pretrain(config: Config, device: torch.device, local_ranks: int | None = Non
             metrics.close()
             if recorder is not None:
                 recorder.save(folder / TIMELINE)
+
+
+def _keeps_the_ledger(mesh: Mesh) -> bool:
+    """Whether this rank is the first of those that read the same samples."""
+    return mesh.pp.rank == mesh.sp.rank == mesh.tp.rank == 0
 
 
 def _recorder(config: Config, pipelined: PipelinedGPT, local_ranks: int) -> Recorder | None:

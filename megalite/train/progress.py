@@ -14,9 +14,9 @@ LINE_EVERY = 5.0  # seconds between plain lines
 
 
 class TrainingProgress:
-    """Steps done of `steps`, with loss, tokens/s, MFU and the time left; silent on every rank but one."""
+    """Steps of `steps`, `done` of them before; loss, tokens/s, MFU, the time left. Silent on every rank but one."""
 
-    def __init__(self, steps: int, speaks: bool) -> None:
+    def __init__(self, steps: int, speaks: bool, done: int = 0) -> None:
         self.steps, self.speaks = steps, speaks
         self._started = self._last_line = time.monotonic()
         self._bar: Progress | None = None
@@ -29,7 +29,7 @@ class TrainingProgress:
                 TimeRemainingColumn(),
                 console=Console(),
             )
-            self._task = self._bar.add_task("train", total=steps, numbers="")
+            self._task = self._bar.add_task("train", total=steps, completed=done, numbers="")
             self._bar.start()
 
     def step(
