@@ -14,9 +14,7 @@ memory    the most bytes of tensors that live at once in a forward and backward 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attention_gpu import flash, forward_and_backward
 from plain_context_parallel import SentBytes, context_parallel_step, squared_errors
+from race import Run, Times, print_ratios, take_turns
 
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.gpt import GPT
@@ -47,7 +46,6 @@ from megalite.train.step import TrainStep
 
 LENGTH, HEADS, SIZE = 4096, 8, 64
 MODEL = ModelConfig(vocab_size=4096, hidden=512, layers=4, heads=8, ffn=1408, max_seq_len=LENGTH)
-Run = Callable[[], object]
 
 
 def draw(length: int, *heads: int, size: int = SIZE, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -56,42 +54,7 @@ def draw(length: int, *heads: int, size: int = SIZE, dtype: torch.dtype = torch.
     return [torch.randn(1, length, count, size, generator=generator).to(dtype) for count in heads]
 
 
-def take_turns(contenders: dict[str, Run], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds until all ranks are done, CPU seconds of this rank, and seconds over those of an sgemm just before."""
-    a = torch.randn(512, 512)
-    seen: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": [], "cost": []} for name in contenders}
-    for number in range(rounds + 2):
-        for name in sorted(contenders, reverse=number % 2 == 1):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(10):
-                torch.mm(a, a)
-            sgemm = time.perf_counter() - begin
-            dist.barrier()
-            begin, cpu = time.perf_counter(), time.process_time()
-            contenders[name]()
-            dist.barrier()
-            wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
-            if number >= 2:  # the first ones allocate
-                for what, value in (("wall", wall), ("cpu", cpu), ("cost", wall / sgemm)):
-                    seen[name][what].append(value)
-    return seen
-
-
-def print_ratios(seen: dict[str, dict[str, list[float]]], against: str) -> None:
-    """Medians, and how many times faster than `against`; `paired` is the median over rounds of the ratio in a round."""
-    median = {name: {what: statistics.median(values) for what, values in of.items()} for name, of in seen.items()}
-    for name, of in median.items():
-        ratio = {what: median[against][what] / of[what] for what in ("wall", "cost")}
-        pairs = zip(seen[against]["wall"], seen[name]["wall"], strict=True)
-        paired = statistics.median(theirs / ours for theirs, ours in pairs)
-        print(
-            f"  {name:20} wall {of['wall']:.3f} s  CPU {of['cpu']:.3f} s   × {against}: wall {ratio['wall']:.2f}, "
-            f"paired {paired:.2f}, in sgemms {ratio['cost']:.2f}"
-        )
-
-
-def race_attention(rounds: int, kv_heads: int) -> dict[str, dict[str, list[float]]]:
+def race_attention(rounds: int, kv_heads: int) -> dict[str, Times]:
     """One rank over the whole sequence against two over its halves."""
     mesh, ulysses = Mesh(sp=2), Mesh(sp=2, ulysses=2).ulysses
     *qkv, grad = draw(LENGTH, HEADS, kv_heads, kv_heads, HEADS)
@@ -109,7 +72,7 @@ def race_attention(rounds: int, kv_heads: int) -> dict[str, dict[str, list[float
     return take_turns({"one thread": alone, "ulysses": cut(ulysses_attention, ulysses)} | contenders, rounds)
 
 
-def race_steps(rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, int]], list[float]]:
+def race_steps(rounds: int) -> tuple[dict[str, Times], dict[str, dict[str, int]], list[float]]:
     """Ours over a ring and by Ulysses against theirs: times, bytes, and the losses of the last step."""
     ids = torch.randint(MODEL.vocab_size, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

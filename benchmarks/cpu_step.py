@@ -2,10 +2,8 @@
 
     python benchmarks/cpu_step.py [--steps 12] [--only single,dp,tp,tp+sp]
 
-Both contenders of a pair live in the same processes and take turns, step by step, each step preceded by a short sgemm
-that tells the speed of the core at that moment; one thread a rank. A step's cost is its seconds over the
-seconds of that sgemm, and the ratio of a pair is the ratio of the medians of these costs. Peak memory is taken
-from processes of their own, one contender each.
+Both contenders of a pair live in the same processes and take turns, see race.py; one thread a rank. Peak memory is
+taken from processes of their own, one contender each.
 
     single   megalite                        plain PyTorch (plain_llama.py), AdamW(fused=True), clip_grad_norm_
     dp       megalite dp=2                   the same under DistributedDataParallel
@@ -18,11 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,18 +27,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 from plain_llama import PlainLlama
+from race import WARM, Step, Times, Training, medians, take_turns
 
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.traffic import traffic
 from megalite.testing import run_ranks
 from megalite.train.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=4096, hidden=384, layers=6, heads=6, ffn=1024, max_seq_len=256)
 BATCH, SEQ_LEN = 8, 256
 TARGETS = {"single": 0.98, "dp": 1.0, "tp": 1.0, "tp+sp": 1.05}
-Step = Callable[[Tensor, Tensor], float]
 
 
 def ours(pair: str) -> Step:
@@ -54,21 +48,21 @@ def ours(pair: str) -> Step:
     return lambda tokens, targets: step(tokens, targets).loss
 
 
-def theirs(pair: str) -> Step:
+def theirs(pair: str, config: ModelConfig = MODEL, seq_len: int = SEQ_LEN) -> Step:
     """The same step by PyTorch's own means."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    model = PlainLlama(MODEL, SEQ_LEN).load(GPT(MODEL))
+    model = PlainLlama(config, seq_len).load(GPT(config))
     if pair == "dp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif pair.startswith("tp"):
         _parallelize(model, sequence_parallel=pair == "tp+sp")
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    config = OptimizerConfig()
+    how = OptimizerConfig()
     optimizers = [
-        torch.optim.AdamW(group, config.lr, (config.beta1, config.beta2), config.eps, weight_decay, fused=True)
-        for group, weight_decay in ((decay, config.weight_decay), (rest, 0.0))
+        torch.optim.AdamW(group, how.lr, (how.beta1, how.beta2), how.eps, weight_decay, fused=True)
+        for group, weight_decay in ((decay, how.weight_decay), (rest, 0.0))
     ]
 
     def step(tokens: Tensor, targets: Tensor) -> float:
@@ -83,7 +77,7 @@ def theirs(pair: str) -> Step:
             loss = loss_of()
             loss.backward()
         if pair != "tp":  # there plain and distributed tensors mix, which clip_grad_norm_ refuses: theirs goes without
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -129,47 +123,31 @@ def _parallelize(model: PlainLlama, sequence_parallel: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def batches(pair: str, steps: int) -> list[tuple[Tensor, Tensor]]:
+SIDES = {"ours": ours, "theirs": theirs}
+
+
+def batches(
+    pair: str, steps: int, words: int = MODEL.vocab_size, rows: int = BATCH, seq_len: int = SEQ_LEN
+) -> list[tuple[Tensor, Tensor]]:
     """This rank's share of `steps` batches."""
-    ids = torch.randint(MODEL.vocab_size, (steps, BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(words, (steps, rows, seq_len + 1), generator=torch.Generator().manual_seed(0))
     if pair == "dp":
-        share = BATCH // dist.get_world_size()
+        share = rows // dist.get_world_size()
         ids = ids[:, dist.get_rank() * share :][:, :share]
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in ids]
 
 
-def race(pair: str, steps: int) -> dict[str, list[float]]:
-    """Both contenders, turn by turn: seconds, CPU seconds and cost in sgemms of each step, and their losses."""
-    contenders = {"ours": ours(pair), "theirs": theirs(pair)}
-    a = torch.randn(512, 512)
-    seen: dict[str, list[float]] = {
-        f"{name} {what}": [] for name in contenders for what in ("wall", "cpu", "cost", "loss")
-    }
-    for number, (tokens, targets) in enumerate(batches(pair, steps + 2)):
-        for name in sorted(contenders, reverse=number % 2 == 1):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(10):
-                torch.mm(a, a)
-            sgemm = time.perf_counter() - begin
-            dist.barrier()
-            begin, cpu = time.perf_counter(), time.process_time()
-            traffic.reset()
-            loss = contenders[name](tokens, targets)
-            wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
-            if name == "ours":
-                moved = {f"{axis} {operation}": count for (axis, operation), count in traffic.bytes.items()}
-            seen[f"{name} loss"].append(loss)
-            if number >= 2:  # the first steps allocate
-                for what, value in (("wall", wall), ("cpu", cpu), ("cost", wall / sgemm)):
-                    seen[f"{name} {what}"].append(value)
-    return seen | {"bytes": moved}
+def race(pair: str, steps: int) -> tuple[dict[str, Times], dict[str, list[float]], dict[str, int]]:
+    """Both contenders, turn by turn: times, losses, and the bytes of our last step."""
+    contenders = {name: Training(step(pair), batches(pair, steps + WARM)) for name, step in SIDES.items()}
+    seen = take_turns(contenders, steps)
+    return seen, {name: one.losses for name, one in contenders.items()}, contenders["ours"].bytes
 
 
 def peak_memory(pair: str, name: str, steps: int = 4) -> tuple[float, float]:
     """MiB of one rank before its model exists, and at its peak, in a process that runs one contender only."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    step = {"ours": ours, "theirs": theirs}[name](pair)
+    step = SIDES[name](pair)
     for tokens, targets in batches(pair, steps):
         step(tokens, targets)
     return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -196,31 +174,27 @@ def main() -> None:
     print(f"torch {torch.__version__}, {MODEL}, batch {BATCH}, sequence {SEQ_LEN}, float32, one thread a rank")
     for pair in options.only.split(","):
         ranks = 1 if pair == "single" else 2
-        seen = run_ranks(race, ranks, pair, options.steps, timeout=3600)
-        report(pair, seen)
+        report(pair, *run_ranks(race, ranks, pair, options.steps, timeout=3600)[0])
 
 
-def report(pair: str, seen: list[dict]) -> None:
+def report(pair: str, seen: dict[str, Times], losses: dict[str, list[float]], sent: dict[str, int]) -> None:
     """Print medians of rank 0 and their ratios, and the peak memory of the rank that took most."""
-    first = seen[0]
-    median = {
-        name: statistics.median(values) for name, values in first.items() if name.endswith(("wall", "cpu", "cost"))
-    }
-    ratio = {what: median[f"theirs {what}"] / median[f"ours {what}"] for what in ("wall", "cpu", "cost")}
-    drift = max(abs(a / b - 1) for a, b in zip(first["ours loss"], first["theirs loss"], strict=True))
+    median = medians(seen)
+    ratio = {what: median["theirs"][what] / median["ours"][what] for what in ("wall", "cpu", "cost")}
+    drift = max(abs(a / b - 1) for a, b in zip(losses["ours"], losses["theirs"], strict=True))
     print(
         f"\n{pair}: {ratio['cost']:.3f} × their speed in sgemms (target {TARGETS[pair]}), "
         f"wall {ratio['wall']:.3f}, CPU {ratio['cpu']:.3f}"
     )
     memory = {}
-    for name in ("ours", "theirs"):
+    for name in SIDES:
         command = [sys.executable, __file__, "--memory", pair, name]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         memory[name] = base, peak = json.loads(done.stdout.splitlines()[-1])
-        wall, cpu, cost = (median[f"{name} {what}"] for what in ("wall", "cpu", "cost"))
+        one = median[name]
         print(
-            f"  {name:6}  wall {wall:.3f} s  CPU {cpu:.3f} s  cost {cost:.1f} × 10 sgemms of 512³  "
-            f"peak {peak:.0f} MiB, of which {base:.0f} before the model"
+            f"  {name:6}  wall {one['wall']:.3f} s  CPU {one['cpu']:.3f} s  cost {one['cost']:.1f} × 10 sgemms of "
+            f"512³  peak {peak:.0f} MiB, of which {base:.0f} before the model"
         )
     (our_base, our_peak), (their_base, their_peak) = memory["ours"], memory["theirs"]
     print(
@@ -228,10 +202,9 @@ def report(pair: str, seen: list[dict]) -> None:
         f"{(our_peak - our_base) / (their_peak - their_base):.3f} ×; largest difference of losses {drift:.1e}"
     )
     if pair != "single":
-        total, expected = sum(first["bytes"].values()), expected_bytes(pair)
+        total, expected = sum(sent.values()), expected_bytes(pair)
         print(
-            f"  bytes a step and rank: {total:,} counted, {expected:,} by formula ({total / expected - 1:+.2%}); "
-            f"{first['bytes']}"
+            f"  bytes a step and rank: {total:,} counted, {expected:,} by formula ({total / expected - 1:+.2%}); {sent}"
         )
     sys.stdout.flush()
 

@@ -33,10 +33,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention import LiveBytes, print_ratios, take_turns
+from attention import LiveBytes
 from cpu_step import BATCH, MODEL, SEQ_LEN
 from plain_llama import PlainLlama
 from plain_pipeline import DIVISIONS, MICROBATCHES, RANKS, PlainPipeline, batches, whole_model
+from race import print_ratios, take_turns
 
 from megalite.config import Config, MeshConfig, OptimizerConfig, TrainConfig, resolve
 from megalite.parallel import weight_gradients
