@@ -21,14 +21,14 @@ from megalite.train.verify import own_share
 
 BEFORE, AFTER = 3, 10  # steps
 MUON = replace(OPTIMIZER, name="muon")
-TIED = Case("gpt2", heads=4, kv_heads=2, batch=8, length=12, layers=4)  # biases, learned positions, an odd vocabulary
-GROUPED = Case("llama", heads=4, kv_heads=1, batch=8, length=12, layers=4)
+TIED = Case("gpt2", heads=4, kv_heads=2, batch=8, length=12, layers=6)  # biases, learned positions, an odd vocabulary
+GROUPED = Case("llama", heads=4, kv_heads=1, batch=8, length=12, layers=6)
 
 ONE = Way()
 MIXED = Way(dp=2, pp=2, tp=2, zero=1)
 TALL = Way(pp=2, tp=4)
 WIDE = Way(dp=4, sp=2, zero=3)
-CHUNKS = Way(pp=4, tp=2, schedule="interleaved-1f1b", chunks=2, division=(0, 1, 0, 1, 0, 1, 1, 0))
+CHUNKS = Way(pp=4, tp=2, schedule="interleaved-1f1b", chunks=2, division=(0, 1, 1, 1, 1, 1, 1, 0))
 SHARED = Way(dp=2, pp=2, sp=2, zero=2)
 COPIES = Way(dp=4, zero=3, shard=2)
 WAYS = [ONE, MIXED, TALL, WIDE, CHUNKS, SHARED, COPIES]
@@ -109,7 +109,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
 def test_a_run_goes_on_on_another_pipeline(tmp_path):
     pipeline = Way(pp=2, tp=2, schedule="interleaved-1f1b", chunks=2)
-    check(replace(TIED, batch=2), OPTIMIZER, [pipeline], [pipeline, ONE], tmp_path)
+    check(replace(TIED, batch=2, layers=3), OPTIMIZER, [pipeline], [pipeline, ONE], tmp_path)
 
 
 def test_muon_goes_on_on_another_mesh(tmp_path):
