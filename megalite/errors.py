@@ -54,6 +54,7 @@ class RankLost(MegaliteError):
 
     exit_code = 69  # os.EX_UNAVAILABLE
     retryable = True
+    seen = False  # its process was seen to end; otherwise other ranks miss it
 
 
 class MeshMismatch(MegaliteError):

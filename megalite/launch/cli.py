@@ -9,26 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megalite.config import Config, resolve
-from megalite.config_file import load
-from megalite.errors import DataError, MegaliteError
+from megalite.config import Config
+from megalite.errors import MegaliteError
 from megalite.launch.data_command import AUDIT, add_data
 from megalite.launch.draw_command import add_draw
 from megalite.launch.export_command import add_export
 from megalite.launch.generate_command import add_generate
+from megalite.launch.on_ranks import on_ranks
 from megalite.launch.prepare import prepare
-from megalite.launch.torchrun import World, join_torchrun, launched
-from megalite.model.presets import PRESETS
-from megalite.plan import plan_stages
-
-# Every rank of a machine finds the same mistake, and its first rank says so. torchrun ends all ranks when one leaves:
-# the others stay this many seconds.
-FIRST_WORD = 2.0
+from megalite.launch.torchrun import World, launched
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,55 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_command(options: argparse.Namespace, world: World | None) -> int:
-    return _on_ranks(options, world, prepare, _train_rank)
+    return on_ranks(options.config, options.overrides, world, _train_rank, before=prepare)
 
 
 def verify_command(options: argparse.Namespace, world: World | None) -> int:
-    return _on_ranks(options, world, lambda config: None, _verify_rank)
-
-
-def _on_ranks(
-    options: argparse.Namespace,
-    world: World | None,
-    before: Callable[[Config], None],
-    rank_main: Callable[[World, Config], None],
-) -> int:
-    """Load the config, do what comes `before` on one process a machine, and call `rank_main` on every rank."""
-    try:
-        config = resolve(load(options.config, options.overrides, PRESETS), world.size if world else None)
-        plan_stages(config)  # what cannot run is refused before anything starts
-        if world is None:
-            from megalite.launch import local
-
-            local.warm()
-            before(config)
-            local.run_local(rank_main, config.mesh.size, (config,), timeout=config.run.timeout)
-            return 0
-        if world.local_rank == 0:
-            before(config)
-    except MegaliteError as error:
-        if world is None or world.local_rank == 0:
-            raise
-        time.sleep(FIRST_WORD)
-        return error.exit_code
-    world = join_torchrun(config.run.timeout)
-    try:
-        rank_main(world, config)
-    except MegaliteError as error:
-        if world.rank == 0 or isinstance(error, DataError):
-            raise
-        return error.exit_code
-    from megalite.parallel.world import leave
-
-    leave()
-    return 0
+    return on_ranks(options.config, options.overrides, world, _verify_rank)
 
 
 def _train_rank(world: World, config: Config) -> None:
+    from megalite.launch.guarded import guarded
     from megalite.parallel.world import local_device
     from megalite.train.loop import pretrain
 
-    pretrain(config, local_device(world.local_rank, world.local_size), world.local_size)
+    with guarded(world, config) as heard:
+        pretrain(config, local_device(world.local_rank, world.local_size), world.local_size, heard, world.attempt > 0)
 
 
 def _verify_rank(world: World, config: Config) -> None:

@@ -27,6 +27,8 @@ from typing import Any
 # The optimizers import torch._dynamo at their first step: as long as torch itself takes, and in every rank.
 PRELOAD = ("torch.distributed", "torch._dynamo", "cloudpickle", "megalite.parallel.world")
 
+BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # in the server
+
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -37,8 +39,9 @@ def warm(*modules: str) -> None:
     """
     _context.set_forkserver_preload([*PRELOAD, *modules])
     resource_tracker.ensure_running()  # here, because it would unblock SIGINT below
-    # Born with SIGINT blocked: a Ctrl-C that met the server before it had its handlers would print a stack trace.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Born with SIGINT blocked: a Ctrl-C that met the server before it had its handlers would print a stack trace. With
+    # SIGTERM and SIGUSR1 too, which a batch system sends to all processes: the ranks' ends are told by the server.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         forkserver.ensure_running()
     finally:
@@ -87,7 +90,7 @@ def how_it_ended(process: ForkServerProcess) -> str:
 
 def _child(target: Callable[..., None], pipe: Connection, args: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(pipe, *args)
 
