@@ -7,6 +7,12 @@ import pytest
 from megalite import pytest_plugin
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-combinations", metavar="FILE", help="add what has passed, see tests/train/combinations.py"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.is_registered(pytest_plugin):
         config.pluginmanager.register(pytest_plugin, "megalite")

@@ -205,30 +205,35 @@ HANDFUL = [
 ]
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("case", HANDFUL, ids=name_of)
 def test_ten_steps_on_a_mesh_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 
 @pytest.mark.full
+@pytest.mark.combination
 @pytest.mark.parametrize("case", EVERY, ids=name_of)
 def test_ten_steps_on_every_mesh_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 
 @pytest.mark.full
+@pytest.mark.combination
 @pytest.mark.parametrize("case", EVERY_OF_SP, ids=name_of)
 def test_ten_steps_with_the_sequence_cut_in_every_way_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 
 @pytest.mark.full
+@pytest.mark.combination
 @pytest.mark.parametrize("case", EVERY_OF_PP, ids=name_of)
 def test_ten_steps_on_every_pipeline_are_those_of_the_mesh_of_one(case):
     check(*case)
 
 
 @pytest.mark.full
+@pytest.mark.combination
 @pytest.mark.parametrize("case", EVERY_OF_ZERO, ids=name_of)
 def test_ten_steps_divided_among_replicas_are_those_of_the_mesh_of_one(case):
     check(*case)

@@ -58,6 +58,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.combination(optimizer="adamw offloaded")
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
     [

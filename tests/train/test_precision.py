@@ -238,7 +238,7 @@ def gradient_of_a_step(case, way, dtype, zero=0, scale=None):
         schedule = stages.schedule if way.pp > 1 else None
         step = TrainStep(model, OptimizerConfig(), schedule=schedule, micro_batch=way.micro_batch, zero=zero)
         step.scale.value = scale or step.scale.value
-        step.backward(*own_share(case.data(), mesh, way.layout))
+        step.backward(*own_share(case.data(), mesh, way.layout)[:3])
         step.finish_gradients(clip=0)
         pieces = pieces_of(model, step.buckets)
         assert all(piece.grad.dtype == torch.promote_types(dtype, torch.float32) for piece in pieces)
@@ -249,7 +249,7 @@ def of_whole(case, dtype=torch.float64):
     """Gradients of the mesh of one from weights that `dtype` rounds."""
     with default_dtype(torch.float32):
         model = GPT(case.model, seed=5).to(dtype).double()
-    tokens, targets, documents = case.data()
+    tokens, targets, documents = case.data()[:3]
     model(tokens, targets, documents=documents, reduction="sum").backward()
     count = (targets != -100).sum()
     return {name: parameter.grad / count for name, parameter in model.named_parameters()}
@@ -318,6 +318,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("case", "way", "zero"), MESHES, ids=str)
 def test_every_mesh_is_as_exact_as_one_rank(case, way, zero, dtype):
@@ -332,7 +333,7 @@ def losses(case, dtype, way, steps, zero=0):
     with default_dtype(dtype):
         mesh = way.mesh()
         step = TrainStep(way.gpt(case, mesh), OptimizerConfig(lr=3e-3), zero=zero)
-        tokens, targets, _ = own_share(case.data(), mesh, way.layout)
+        tokens, targets, _ = own_share(case.data(), mesh, way.layout)[:3]
         return [step(tokens, targets).loss for _ in range(steps)]
 
 
@@ -383,7 +384,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(zero):
         way, case = Way(dp=2, tp=2), Case()
         mesh = way.mesh()
         step = TrainStep(way.gpt(case, mesh), OptimizerConfig(), zero=zero)
-        tokens, targets, _ = own_share(case.data(), mesh, way.layout)
+        tokens, targets, _ = own_share(case.data(), mesh, way.layout)[:3]
         first = step(tokens, targets)
         assert first.taken and first.scale == 2**16
         step.buckets.wait()
@@ -407,7 +408,7 @@ def test_gradients_that_no_scale_makes_numbers_end_the_run():
         case = Case()
         step = TrainStep(Way().gpt(case, Mesh()), OptimizerConfig())
         step.model.blocks[0].mlp.down.weight.register_hook(lambda grad: grad * math.nan)
-        tokens, targets, _ = case.data()
+        tokens, targets, _ = case.data()[:3]
         with pytest.raises(NumericError, match="the gradient is no number at step 21 "):
             [step(tokens, targets) for _ in range(30)]
         assert step.scale.skipped == 20
@@ -420,7 +421,7 @@ def test_a_scale_too_large_finds_its_way_down():
         case = Case()
         step = TrainStep(Way().gpt(case, Mesh()), OptimizerConfig())
         step.scale.value = 2.0**40
-        tokens, targets, _ = case.data()
+        tokens, targets, _ = case.data()[:3]
         results = [step(tokens, targets) for _ in range(40)]
         taken = [result.taken for result in results]
         assert not taken[0] and taken[-1] and taken == sorted(taken)
