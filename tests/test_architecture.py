@@ -145,6 +145,7 @@ WITHOUT_TORCH = [
     "megalite.plan.memory",
     "megalite.plan.rank_memory",
     "megalite.plan.measured_division",
+    *(f"megalite.checkpoint.{name}" for name in ("boxes", "tensor_file", "index", "folder")),
     "megalite.launch.cli",
     "megalite.pytest_plugin",
 ]

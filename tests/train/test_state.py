@@ -86,12 +86,13 @@ def check(case, optimizer, writers, readers, tmp_path):
     """Saved by each writer, the run goes on on each reader: on the same mesh bitwise."""
     expected = {}
     for i, way in enumerate(writers):
-        expected[way] = run_ranks(saved, way.ranks, case, way, optimizer, tmp_path / str(i))[0]
+        expected[way] = run_ranks(saved, way.ranks, case, way, optimizer, tmp_path / str(i), timeout=900)[0]
     roots = [tmp_path / str(i) for i in range(len(writers))]
     states = [tensors(root) for root in roots]
     for reader in readers:
         again = tmp_path / "again" / str(readers.index(reader))
-        for rank, found in enumerate(run_ranks(restored, reader.ranks, case, reader, optimizer, roots, again)):
+        everyone = run_ranks(restored, reader.ranks, case, reader, optimizer, roots, again, timeout=900)
+        for rank, found in enumerate(everyone):
             for writer, losses in zip(writers, found, strict=True):
                 assert losses == pytest.approx(expected[writer], rel=1e-10), (writer, reader, rank)
                 if writer == reader:
