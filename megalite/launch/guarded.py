@@ -38,40 +38,42 @@ LEAVING = 30.0  # seconds that ranks which leave together wait for each other
 @contextmanager
 def guarded(world: World, config: Config) -> Iterator[Heard]:
     """`heard` says what signals have asked of this rank. Raises MeshMismatch before, and RankLost instead of gloo."""
-    device = local_device(world.local_rank, world.local_size).type
     with _listening() as heard:
-        if world.size == 1:
-            yield heard
-            return
-        mine = fingerprint.fingerprint(config, torch.get_num_threads(), device)
-        fingerprint.compare(world.store, world.rank, world.size, mine, config.run.timeout)
-        mesh = config.mesh
-        sizes = {"dp": mesh.dp, "pp": mesh.pp, "sp": mesh.sp, "tp": mesh.tp}
-        watchdog = Watchdog(
-            world.store,
-            world.rank,
-            world.size,
-            config.run.timeout,
-            peers(sizes, mesh.ulysses, mesh.shard or mesh.dp * mesh.sp).__getitem__,
-            lambda verdict: world.end(_lost(verdict)),
-            Path(config.run.dir) / STACKS,
-        )
-        watchdog.start()
+        watchdog = _watchdog(world, config) if world.size > 1 else None
         try:
             yield heard
-        except Preempted:
-            _leave_together(world)
-            raise
         except MegaliteError as error:
-            if error.step is None:
-                error.step = traffic.step
+            error.step = traffic.step if error.step is None else error.step
+            if isinstance(error, Preempted) and world.size > 1:
+                _leave_together(world)
             raise
         except RuntimeError as error:
-            if not peer_is_lost(error):
+            if watchdog is None or not peer_is_lost(error):
                 raise
             raise _why(watchdog, world, error) from None
         finally:
-            watchdog.stop()
+            if watchdog is not None:
+                watchdog.stop()
+
+
+def _watchdog(world: World, config: Config) -> Watchdog:
+    """All ranks run the same, and each has its watchdog from here on."""
+    device = local_device(world.local_rank, world.local_size).type
+    mine = fingerprint.fingerprint(config, torch.get_num_threads(), device)
+    fingerprint.compare(world.store, world.rank, world.size, mine, config.run.timeout)
+    mesh = config.mesh
+    sizes = {"dp": mesh.dp, "pp": mesh.pp, "sp": mesh.sp, "tp": mesh.tp}
+    watchdog = Watchdog(
+        world.store,
+        world.rank,
+        world.size,
+        config.run.timeout,
+        peers(sizes, mesh.ulysses, mesh.shard or mesh.dp * mesh.sp).__getitem__,
+        lambda verdict: world.end(_lost(verdict)),
+        Path(config.run.dir) / STACKS,
+    )
+    watchdog.start()
+    return watchdog
 
 
 def peer_is_lost(error: BaseException) -> bool:
@@ -112,19 +114,15 @@ def _leave_together(world: World) -> None:
 
 @contextmanager
 def _listening() -> Iterator[Heard]:
-    """SIGTERM and SIGUSR1 are noted, from here on."""
+    """SIGTERM and SIGUSR1 are noted, until the rank has ended: torchrun sends SIGTERM to all when one has left."""
     heard = Heard()
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        heard.terminate = True
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            heard.terminate = True
+        else:
+            heard.save = True
 
-    def save(number: int, frame: FrameType | None) -> None:
-        heard.save = True
-
-    noted_by = {signal.SIGTERM: terminate, signal.SIGUSR1: save}
-    before = {number: signal.signal(number, noted) for number, noted in noted_by.items()}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
+    yield heard

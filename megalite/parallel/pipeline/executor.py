@@ -30,6 +30,7 @@ from megalite.parallel.pipeline.check import check
 from megalite.parallel.pipeline.clock import Clock, Mark
 from megalite.parallel.pipeline.schedule import Action, Schedule, forward_only
 from megalite.parallel.pipeline.wire import Shapes, Wire
+from megalite.parallel.traffic import traffic
 from megalite.parallel.weight_gradients import Factors
 
 Stage = Callable[[Tensor | None, int], Tensor]
@@ -89,6 +90,7 @@ class Pipeline:
             for action in self.schedule.ranks[self.axis.rank]:
                 run.compute(action)
         self._wire.finish()
+        traffic.at(None)
         self.marks = run.marks
         return run.made_last
 
@@ -100,6 +102,7 @@ class Pipeline:
             if action.kind == "F":
                 run.compute(action)
         self._forward_wire.finish()
+        traffic.at(None)
         return run.made_last
 
 
@@ -117,6 +120,7 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         pipeline, kind = self.pipeline, action.kind
+        traffic.at(action)
         if kind == "W":
             with self._measured(action):
                 weight_gradients.add(self._put_off.pop(action[1:]))
@@ -175,12 +179,15 @@ class _Run:
         holder = self.pipeline.schedule.rank_of[made.stage]
         if holder == self.pipeline.axis.rank:
             return self._here.pop(made)
+        traffic.at(wanted, (made, holder))
         try:
-            return self.wire.take(made, holder)
+            taken = self.wire.take(made, holder)
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {_rank()}, at {wanted}: {made} did not come from pp rank {holder}: {error}"
             ) from error
+        traffic.at(wanted)
+        return taken
 
     def _hand_on(self, action: Action, x: Tensor, stage: int) -> None:
         holder = self.pipeline.schedule.rank_of[stage]
