@@ -6,5 +6,6 @@ tensor_file  tensors in a file of the safetensors format
 index        which slices of which tensor lie in which file
 folder       complete checkpoints: named, found, deleted
 saver        copied, written in a thread, committed by all ranks together
+hf_folder    weights in a folder of Hugging Face
 source       weights read box by box, of a checkpoint or another folder
 """

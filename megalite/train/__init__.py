@@ -7,6 +7,7 @@ progress   what the console shows                          verify     this mesh 
 pipelined  a model as the stages of a pipeline             precision  the loss scale of float16
 memory     what a rank's memory holds in a step            muon       Muon, for matrices cut over tp
 small_state   AdamW with bfloat16 state                  offload    AdamW in the host's memory
+state      all that a step leaves for the next, by name    checkpoints  when a run is kept, and from where it goes on
 control    what all ranks agree on after each step
 opening       what a run says before its first step      initial    weights to begin with, of a Hugging Face folder
 """
