@@ -1,6 +1,7 @@
 """What a user can get wrong, as exceptions: one line each, and the exit code that says whose turn it is.
 
-Raised by config, data, train and launch; `parallel` and `model` are libraries and raise `ValueError`.
+Raised by config, data, checkpoint, train and launch, and by what reads Hugging Face's models; `parallel` and all else
+of `model` are libraries and raise `ValueError`.
 """
 
 
