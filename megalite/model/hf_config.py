@@ -177,7 +177,8 @@ def _rope(read: _Reader) -> dict[str, Any]:
     if kind == "llama3":
         found["rope_low"] = rope.number("low_freq_factor")
         found["rope_high"] = rope.number("high_freq_factor")
-        found["rope_original"] = rope.whole("original_max_position_embeddings")
+        name = "original_max_position_embeddings"  # beside it rather than in it, if it is there
+        found["rope_original"] = read.whole(name, rope.whole(name, read.whole("max_position_embeddings", 2048)))
     return found
 
 

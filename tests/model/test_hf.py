@@ -185,6 +185,16 @@ def test_rope_as_transformers_4_wrote_it(scaling):
     assert model_config(old).rope_theta == 5e5
 
 
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 40}])
+@pytest.mark.parametrize("within", [{}, {"original_max_position_embeddings": 24}])
+def test_the_length_before_is_found_where_transformers_finds_it(beside, within):
+    scaling = {**LLAMA3, **within} if within else {k: v for k, v in LLAMA3.items() if not k.startswith("original")}
+    settings = {"model_type": "llama", "max_position_embeddings": 64, **beside, "rope_parameters": scaling}
+    theirs = LlamaConfig(**{**settings, "rope_parameters": {"rope_theta": 1e4, **scaling}})
+    theirs.standardize_rope_params()  # as the model does when it works out its angles
+    assert model_config(settings).rope_original == theirs.rope_parameters["original_max_position_embeddings"]
+
+
 def last_logits(folder, mesh, tokens):
     """Of every sequence's last token, on this rank, by the way that training goes."""
     torch.set_default_dtype(torch.float64)
