@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import index
-from megalite.checkpoint.boxes import Box, whole
+from megalite.checkpoint.boxes import Box, Place, whole
 from megalite.checkpoint.folder import Checkpoint, opened
 from megalite.checkpoint.held import DTYPES, Held
 from megalite.checkpoint.index import Slice
@@ -92,6 +93,17 @@ class Source:
             if (part := box.intersection(each.box)) is not None:
                 yield part, self._slice(name, each)[part.within(each.box).slices]
 
+    def fill(self, name: str, box: Box, place_of: Callable[[Box], Tensor]) -> None:
+        """Put a box of a tensor where `place_of` says for a box within; a slice that fits is read right there."""
+        for each in self._tensor(name).slices:
+            if (part := box.intersection(each.box)) is not None:
+                place = place_of(part)
+                fits = part == each.box and place.is_contiguous() and place.dtype == self.dtype(name)
+                if fits and place.device.type == "cpu":
+                    self._read(name, each, place.view(-1).view(torch.uint8))
+                else:
+                    place.copy_(self._slice(name, each)[part.within(each.box).slices])
+
     def verify(self) -> None:
         """Read everything."""
         for name, tensor in self.index.tensors.items():
@@ -105,20 +117,23 @@ class Source:
         return tensor
 
     def _slice(self, name: str, each: Slice) -> Tensor:
-        if self._last is not None and self._last[0] is each:
-            return self._last[1]
-        file, path = self._file(each.file), self.path / each.file
-        entry, dtype = file.entries.get(each.key), self._tensor(name).dtype
-        if entry is None or entry.shape != each.box.shape or entry.dtype != dtype:
-            raise CheckpointError(f"{path}: {name}: {each.key} is not there, or of another shape or dtype")
-        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8, device="cpu")
-        bytes_ = data.numpy().data
-        file.read_into(each.key, bytes_)
-        self.bytes_read += len(bytes_)
-        if zlib.crc32(bytes_) != each.crc32:
-            raise CheckpointError(f"{path}: {name}: {each.key} is damaged: its CRC-32 is not the one that was written")
-        self._last = each, data.view(TORCH[dtype]).view(entry.shape)
+        if self._last is None or self._last[0] is not each:
+            dtype = self.dtype(name)
+            data = torch.empty(each.box.size * dtype.itemsize, dtype=torch.uint8, device="cpu")
+            self._read(name, each, data)
+            self._last = each, data.view(dtype).view(each.box.shape)
         return self._last[1]
+
+    def _read(self, name: str, each: Slice, data: Tensor) -> None:
+        """The bytes of a slice, checked."""
+        file, path = self._file(each.file), self.path / each.file
+        entry = file.entries.get(each.key)
+        if entry is None or entry.shape != each.box.shape or entry.dtype != self._tensor(name).dtype:
+            raise CheckpointError(f"{path}: {name}: {each.key} is not there, or of another shape or dtype")
+        file.read_into(each.key, content := data.numpy().data)
+        self.bytes_read += len(content)
+        if zlib.crc32(content) != each.crc32:
+            raise CheckpointError(f"{path}: {name}: {each.key} is damaged: its CRC-32 is not the one that was written")
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -145,9 +160,11 @@ def load(held: Iterable[Held], source: WeightSource) -> None:
             )
     for each in held:
         for place in each.places:
-            for box, values in _pieces(source, each.name, place.box):
-                each.view(place.of(box)).copy_(values)
+            if isinstance(source, Source):
+                source.fill(each.name, place.box, partial(_within, each, place))
+            else:
+                each.view(place).copy_(source.read(each.name, place.box))
 
 
-def _pieces(source: WeightSource, name: str, box: Box) -> Iterable[tuple[Box, Tensor]]:
-    return source.pieces(name, box) if isinstance(source, Source) else [(box, source.read(name, box))]
+def _within(each: Held, place: Place, box: Box) -> Tensor:
+    return each.view(place.of(box))
