@@ -13,7 +13,16 @@ from megalite.checkpoint.boxes import whole
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.hf_folder import HuggingFaceFolder
 from megalite.checkpoint.saver import Saver
-from megalite.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig, resolve
+from megalite.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    resolve,
+)
 from megalite.data import TokenWriter
 from megalite.data.tokenizer import train_bpe
 from megalite.errors import CheckpointError
@@ -23,6 +32,7 @@ from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
 from megalite.parallel.mesh import Mesh
 from megalite.testing import run_ranks
+from megalite.train.loop import open_data, pretrain
 from megalite.train.state import held
 from megalite.train.step import TrainStep
 
@@ -117,3 +127,28 @@ def test_a_config_that_is_none_is_a_damaged_checkpoint(run, tmp_path, monkeypatc
     monkeypatch.setattr(folder, "checked", lambda path: folder.Checkpoint(path, folder.read(checkpoint).index, state))
     with pytest.raises(CheckpointError, match=r"state\.json: model\.layers: 'many' given"), stored(checkpoint):
         pass
+
+
+def test_a_run_begins_with_the_weights_of_a_folder_and_goes_on_without_it(run, tmp_path):
+    def losses(config):
+        pretrain(config, torch.device("cpu"))
+        return [json.loads(line)["loss"] for line in (tmp_path / "further/metrics.jsonl").read_text().splitlines()]
+
+    assert megalite("export", run, "-o", tmp_path / "out") == 0
+    config = Config(
+        replace(MODEL, init=str(tmp_path / "out")),
+        data=DataConfig((str(run / "data"),), validation=0.0),
+        train=TrainConfig(steps=1, seq_len=32, seed=3),
+        optimizer=OptimizerConfig(warmup=0),
+        run=RunConfig(dir=str(tmp_path / "further")),
+    )
+    config = resolve(config)
+    (tmp_path / "further").mkdir()
+    (first,) = run_ranks(losses, 1, config)[0]
+    batch = open_data(config).train.batch(0, config.train.global_batch)
+    expected = GPT(MODEL, seed=20)(batch.tokens, batch.targets).item()  # of the checkpoint, not of train.seed
+    assert abs(first - expected) < 1e-5
+    assert abs(GPT(MODEL, seed=3)(batch.tokens, batch.targets).item() - expected) > 1e-3
+    shutil.rmtree(tmp_path / "out")
+    further = run_ranks(losses, 1, replace(config, train=replace(config.train, steps=2)))[0]
+    assert further[0] == first and len(further) == 2
