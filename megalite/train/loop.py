@@ -228,5 +228,6 @@ def _sample(pipelined: PipelinedGPT, data: Splits, config: Config, device: torch
     tokenizer = load_tokenizer(path)
     start = tokenizer.encode(config.train.sample_prompt).ids or [data.files[0].end_of_text or 0]
     prompt, train = torch.tensor([start], device=device), config.train
-    ids = generate(pipelined.model, prompt, train.sample_tokens, seed=train.seed, logits_of=pipelined.logits)
+    logits_of = pipelined.logits if pipelined.pp.size > 1 else None  # where it is whole, keys and values are kept
+    ids = generate(pipelined.model, prompt, train.sample_tokens, seed=train.seed, logits_of=logits_of)
     return f"what it writes:\n{tokenizer.decode(ids[0].tolist())}"
