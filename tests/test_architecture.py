@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "data": {"data", *CONFIG},
     "plan": {"plan", "parallel", *CONFIG},
     "checkpoint": {"checkpoint", "parallel", "errors"},
-    "train": {"train", "checkpoint", "plan", "parallel", "model", "data", *CONFIG},
+    "train": {"__init__", "train", "checkpoint", "plan", "parallel", "model", "data", *CONFIG},
     "launch": {"launch", "train", "checkpoint", "plan", "parallel", "model", "data", *CONFIG},
     "__main__": {"launch"},
     **{part: {"parallel", *TESTING} for part in TESTING},

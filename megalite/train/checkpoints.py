@@ -35,13 +35,12 @@ from megalite.train.step import TrainStep
 
 CHECKPOINTS = "checkpoints"
 OF_A_RUN = CHECKPOINTS, SAMPLES, "metrics.jsonl", "metrics-superseded.jsonl", "timeline.json"
-# Settings that must be the checkpoint's: others of these sections, and of other sections, may change.
-FIXED = {
-    "model": "vocab_size hidden layers heads kv_heads head_dim ffn window positions rope_theta rope_scaling norm "
-    "norm_eps activation bias tied",
-    "data": "weights validation separate_documents",
-    "train": "global_batch seq_len seed",
-    "optimizer": "name",
+# Settings that may be others than the checkpoint's; of the rest of these sections a difference is another run.
+FREE = {
+    "model": "preset init max_seq_len init_std".split(),
+    "data": "paths corpus".split(),
+    "train": "steps micro_batch dtype recompute recompute_every offload_activations validate_every validation_batches "
+    "z_loss sample_tokens sample_prompt".split(),
 }
 
 
@@ -138,16 +137,16 @@ class Checkpoints:
 
     def _compare(self, path: Path, state: dict[str, Any]) -> None:
         """ConfigError or DataError where the run would go on as another."""
-        now = asdict(self.config)
-        for section, keys in FIXED.items():
-            for key in keys.split():
-                given = json.loads(json.dumps(now[section][key]))
-                there = state["config"][section].get(key, given)
-                if given != there:
-                    raise ConfigError(
-                        f"{section}.{key}: {given!r} given; {there!r} would do, as {path} has, or another run.dir, or "
-                        "checkpoint.resume='never' to begin anew"
-                    )
+        now = json.loads(json.dumps(asdict(self.config)))
+        fixed = [(section, key) for section, free in FREE.items() for key in now[section] if key not in free]
+        for section, key in [*fixed, ("optimizer", "name")]:
+            given = now[section][key]
+            there = state["config"][section].get(key, given)
+            if given != there:
+                raise ConfigError(
+                    f"{section}.{key}: {given!r} given; {there!r} would do, as {path} has, or another run.dir, or "
+                    "checkpoint.resume='never' to begin anew"
+                )
         if state["data"] != self.data:
             raise DataError(f"data.paths: {self.data} given; {state['data']} would do, what {path} was trained on")
 
