@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Peers = Callable[[int], Mapping[str, Sequence[int]]]  # rank -> for each axis, the ranks of its group, itself included
 
@@ -69,7 +69,10 @@ def blame(reports: Mapping[int, Report], silent: Mapping[int, Report], size: int
     waits = {rank: _waits(rank, known, peers) for rank in reports}
     if silent:
         rank = next((r for r in sorted(silent) if _waiter(r, waits)), min(silent))
-        return _verdict(rank, known[rank], size, "does not answer: it was ended or stopped", waits)
+        last, step = known[rank], max((report.step for report in reports.values()), default=0)
+        if last.step < step:  # it said so before the others finished their steps, which they cannot without it
+            last = replace(last, step=step, action="", where="", calls=())
+        return _verdict(rank, last, size, "does not answer: it was ended or stopped", waits)
     other = _other_call(reports, peers, lambda call: call.what)
     guilty = [rank for rank, (_, whom) in waits.items() if not whom and not reports[rank].finished]
     if not other and not guilty:  # everyone waits: one of them left out a collective like its neighbours

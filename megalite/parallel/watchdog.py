@@ -27,7 +27,8 @@ from megalite.parallel.blame import Issued, Peers, Report, Verdict, blame
 from megalite.parallel.traffic import traffic
 
 POLL = 0.25  # seconds between two looks at the store
-GRACE = 1.5  # seconds that a living rank has to answer
+GRACE = 1.5  # seconds that a living rank has to answer where one is known to be lost
+PATIENCE = 10.0  # at most so many where none is: a twentieth of the timeout
 CALLS = 64  # the last ones of a rank, which are compared
 WAITING = ("torch.distributed", "torch._ops", "megalite.parallel.in_flight", "megalite.parallel.pipeline.wire")
 
@@ -69,12 +70,12 @@ class Watchdog:
         with suppress(RuntimeError):  # the store may have gone before
             self._say("answer", replace(self.report(), finished=True))
 
-    def verdict(self) -> Verdict:
-        """Ask every rank where it stands, and find out whom the others wait for; takes about two seconds at most."""
+    def verdict(self, grace: float = GRACE) -> Verdict:
+        """Ask every rank where it stands, and find out whom the others wait for; who is silent has `grace` seconds."""
         with self._lock:
             self.store.set("asked", b"1")
             self._answer()
-            found = self._ask()
+            found = self._ask(grace)
             return Verdict(**json.loads(self.store.compare_set("verdict", "", json.dumps(asdict(found)))))
 
     def report(self) -> Report:
@@ -114,7 +115,7 @@ class Watchdog:
 
     def _late(self) -> Verdict:
         try:
-            return self.verdict()
+            return self.verdict(max(GRACE, min(PATIENCE, self.timeout / 20)))
         except RuntimeError as error:
             why = f"no progress for {self.timeout:g} s, and the ranks' store is gone: {error}"
             return Verdict(self.rank, traffic.step, f"rank {self.rank} of {self.size}: {why.splitlines()[0]}")
@@ -130,10 +131,10 @@ class Watchdog:
                 with (self.stacks / f"rank-{self.rank:05}.txt").open("w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
 
-    def _ask(self) -> Verdict:
+    def _ask(self, grace: float) -> Verdict:
         """Wait for the answers, and judge."""
         reports: dict[int, Report] = {}
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         while len(reports) < self.size and time.monotonic() < deadline:
             reports |= self._said("answer", [rank for rank in range(self.size) if rank not in reports])
             if len(reports) < self.size:

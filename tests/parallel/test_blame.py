@@ -50,10 +50,14 @@ def test_blame_goes_down_a_chain():
 
 def test_who_does_not_answer():
     found = verdict(
-        report("dp1 a"), None, report("dp1 a"), report("dp1 a"), silent={1: report("tp1 all_gather", step=3)}
+        report("dp1 a"),
+        None,
+        report("dp1 a"),
+        report("dp1 a"),
+        silent={1: report("tp1 all_gather", step=3, where="old")},
     )
     assert found.rank == 1
-    assert "does not answer: it was ended or stopped, in step 4; rank 3 waits for it in dp#1 a" in found.message
+    assert "does not answer: it was ended or stopped, in step 5; rank 3 waits for it in dp#1 a" in found.message
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
