@@ -101,6 +101,8 @@ def restore(step: TrainStep, checkpoint: Checkpoint) -> int:
     read what it needs, or where the checkpoint has weights that no rank takes; some weights may be changed by then.
     """
     _set(step, checkpoint)
+    if isinstance(step.buckets, ShardedParameters):
+        step.buckets.wait()  # weights on their way would arrive over those that are read
     mine, bytes_read, error = held(step), 0, ""
     try:
         with Source(checkpoint) as source:
