@@ -9,7 +9,7 @@ from megalite.parallel.mesh import Axis
 
 
 def exchanged(text: str, axis: Axis) -> list[str]:
-    """Every rank's text, in rank order. All ranks of the axis call it; short texts: each travels as the longest does."""
+    """Every rank's text, in rank order. All ranks of the axis call it; each text travels as long as the longest."""
     if axis.size == 1:
         return [text]
     device = "cuda" if axis.overlaps else "cpu"

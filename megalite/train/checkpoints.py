@@ -37,10 +37,12 @@ CHECKPOINTS = "checkpoints"
 OF_A_RUN = CHECKPOINTS, SAMPLES, "metrics.jsonl", "metrics-superseded.jsonl", "timeline.json"
 # Settings that may be others than the checkpoint's; of the rest of these sections a difference is another run.
 FREE = {
-    "model": "preset init max_seq_len init_std".split(),
-    "data": "paths corpus".split(),
-    "train": "steps micro_batch dtype recompute recompute_every offload_activations validate_every validation_batches "
-    "z_loss sample_tokens sample_prompt".split(),
+    "model": {"preset", "init", "max_seq_len", "init_std"},
+    "data": {"paths", "corpus"},
+    "train": {
+        *{"steps", "micro_batch", "dtype", "recompute", "recompute_every", "offload_activations", "z_loss"},
+        *{"validate_every", "validation_batches", "sample_tokens", "sample_prompt"},
+    },
 }
 
 
