@@ -32,6 +32,8 @@ from megalite.errors import SaveError
 from megalite.parallel.mesh import Axis
 from megalite.parallel.words import exchanged
 
+Whole = tuple[str, tuple[int, ...], Box]  # of a slice: its tensor's name and shape, and where it lies in it
+
 SLICE = 16 * 2**20  # bytes of a slice, at most: as much as a reader reads at once to check it
 
 
@@ -80,24 +82,38 @@ class Saver:
         size = sum(values.nbytes for _, _, values in slices)
         if self._is_full(path, size):
             return
-        pinned = any(values.is_cuda for _, _, values in slices)
-        if len(self._buffer) < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         entries: dict[str, Entry] = {}
         end = 0
         for each, box, values in slices:
             start, end = end, end + values.nbytes
             entries[_key(each.name, box)] = Entry(DTYPES[values.dtype], box.shape, start, end)
-            copy = self._buffer[start:end].view(values.dtype).view(values.shape)
-            copy.copy_(values, non_blocking=pinned)
-        if pinned:
-            torch.cuda.synchronize()
+        data = self._copied(entries, [values for _, _, values in slices])
         wholes = [(each.name, each.shard.shape, box) for each, box, _ in slices]
         if self.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(path, entries, wholes), name="checkpoint")
+            self._thread = threading.Thread(target=self._write, args=(path, entries, data, wholes), name="checkpoint")
             self._thread.start()
         else:
-            self._write(path, entries, wholes)
+            self._write(path, entries, data, wholes)
+
+    def _copied(self, entries: Mapping[str, Entry], values: list[torch.Tensor]) -> dict[str, memoryview]:
+        """The bytes of each entry in the host's memory; where nothing goes on meanwhile, those of the tensor itself."""
+        copied = [self.asynchronous or x.is_cuda or not x.is_contiguous() for x in values]
+        size = sum(x.nbytes for x, copy in zip(values, copied, strict=True) if copy)
+        pinned = any(x.is_cuda for x in values)
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        data, end = {}, 0
+        for key, x, copy in zip(entries, values, copied, strict=True):
+            if copy:
+                start, end = end, end + x.nbytes
+                place = self._buffer[start:end]
+                place.view(x.dtype).view(x.shape).copy_(x, non_blocking=pinned)
+            else:
+                place = x.view(-1).view(torch.uint8)
+            data[key] = place.numpy().data
+        if pinned:
+            torch.cuda.synchronize()
+        return data
 
     def commit(self) -> Path:
         """Make the save that was begun a checkpoint, and return its folder. All ranks call it at once.
@@ -135,13 +151,13 @@ class Saver:
         self._attempt(path, look, size)
         return bool(self._error)
 
-    def _write(self, path: Path, entries: dict[str, Entry], wholes: list[tuple[str, tuple[int, ...], Box]]) -> None:
+    def _write(self, path: Path, entries: dict[str, Entry], data: dict[str, memoryview], wholes: list[Whole]) -> None:
         """What the thread does."""
         size = max((entry.stop for entry in entries.values()), default=0)
-        self._attempt(path, lambda: self._write_file(path, entries, wholes, size), size)
+        self._attempt(path, lambda: self._write_file(path, entries, data, wholes), size)
 
     def _write_file(
-        self, path: Path, entries: dict[str, Entry], wholes: list[tuple[str, tuple[int, ...], Box]], size: int
+        self, path: Path, entries: dict[str, Entry], data: dict[str, memoryview], wholes: list[Whole]
     ) -> None:
         with suppress(FileExistsError):
             path.parent.mkdir()
@@ -152,7 +168,7 @@ class Saver:
             with suppress(FileNotFoundError):
                 os.unlink(path.name, dir_fd=folder)  # an earlier process was killed here
             about = {"format": "megalite", "rank": str(self.world.rank)}
-            written = write(path, folder, entries, self._buffer.numpy().data[:size], about)
+            written = write(path, folder, entries, data, about)
         finally:
             os.close(folder)
         tensors: dict[str, Tensor] = {}

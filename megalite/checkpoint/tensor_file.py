@@ -52,25 +52,26 @@ class Written:
     crc32: dict[str, int]
 
 
-def write(path: Path, folder: int, entries: Mapping[str, Entry], data: memoryview, about: Mapping[str, str]) -> Written:
+def write(
+    path: Path, folder: int, entries: Mapping[str, Entry], data: Mapping[str, memoryview], about: Mapping[str, str]
+) -> Written:
     """Write a new file `path.name` in the open directory `folder`, and wait until it is on the disk.
 
-    entries: in the order of `data`, the bytes of all   about: what the header says besides
+    entries: one behind the other   data: the bytes of each   about: what the header says besides
     Raises OSError; what was written by then is removed.
     """
     header = header_of(entries, about)
     crc32: dict[str, int] = {}
-    slices = {key: data[entry.start : entry.stop] for key, entry in entries.items()}
-    sums = threading.Thread(target=lambda: crc32.update((key, zlib.crc32(values)) for key, values in slices.items()))
+    sums = threading.Thread(target=lambda: crc32.update((key, zlib.crc32(data[key])) for key in entries))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path.name, flags, 0o666, dir_fd=folder)  # the umask takes its part
     sums.start()  # checksums while the disk works
     try:
         write_all(file, memoryview(header))
-        for key, values in slices.items():
-            write_all(file, values)
-            # to Linux this says: begin to write it to the disk, and not only at fsync
-            os.posix_fadvise(file, len(header) + entries[key].start, len(values), os.POSIX_FADV_DONTNEED)
+        for key, entry in entries.items():
+            write_all(file, data[key])
+            if hasattr(os, "posix_fadvise"):  # to Linux this says: begin to write it to the disk, not only at fsync
+                os.posix_fadvise(file, len(header) + entry.start, entry.stop - entry.start, os.POSIX_FADV_DONTNEED)
         os.fsync(file)
     except BaseException:
         with suppress(OSError):
@@ -79,7 +80,7 @@ def write(path: Path, folder: int, entries: Mapping[str, Entry], data: memoryvie
     finally:
         sums.join()
         os.close(file)
-    return Written(len(header) + len(data), zlib.crc32(header), crc32)
+    return Written(len(header) + sum(map(len, data.values())), zlib.crc32(header), crc32)
 
 
 def write_all(file: int, data: memoryview) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.sampler import Sampler
-from megalite.errors import DataError
+from megalite.errors import DataError, SaveError
 
 FOLDER = "samples"
 ATTEMPTS = "attempts.jsonl"
@@ -129,9 +129,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         with path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror or error}; a folder with space that can be written would do"
-        ) from None
+        raise SaveError(f"{path}: {error.strerror or error}; a disk with space would do, and starting again") from None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -161,6 +161,10 @@ class Checkpoints:
                     put_aside(self.run)
                 put_aside(self.run, done)
                 self.say(f"going on after step {done}, from {path}; checkpoint.resume='never' would begin anew")
+                if self.config.mesh.compress != "none":
+                    self.say(
+                        f"mesh.compress={self.config.mesh.compress!r}: errors that are fed back begin at zero again"
+                    )
             return begin_attempt(self.run, done)
 
         return Start(done, tokens, self._first_rank(note))
@@ -171,7 +175,7 @@ class Checkpoints:
         if self.world.rank == 0:
             try:
                 answer = {"found": what()}
-            except (CheckpointError, DataError) as error:
+            except (CheckpointError, DataError, SaveError) as error:
                 answer = {"raised": type(error).__name__, "error": str(error)}
             except OSError as error:
                 why = f"run.dir: {self.run} given: {error}; a folder that can be written would do"

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.config import ModelConfig
+from megalite.errors import SaveError
 
 PEAKS = {  # TFLOP/s, dense: name within the device's name -> (bfloat16, float32 by TF32 or plain)
     "B200": (2250, 1100), "H200": (989, 494), "H100 PCIe": (756, 378), "H100": (989, 494), "A100": (312, 156),
@@ -43,13 +45,18 @@ class MetricsFile:
                 partial = path.with_suffix(".tmp")
                 partial.write_text("".join(kept), encoding="utf-8")
                 partial.replace(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path, self._file = path, path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(dict(values)) + "\n")
+        """SaveError where the line cannot be written."""
+        try:
+            self._file.write(json.dumps(dict(values)) + "\n")
+        except OSError as error:
+            raise SaveError(f"{self._path}: {error.strerror}; a disk with space would do, and starting again") from None
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # a line that could not be written is tried once more
+            self._file.close()
 
 
 def multiplied_weights(config: ModelConfig) -> int:

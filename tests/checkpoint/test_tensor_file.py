@@ -26,7 +26,8 @@ def written(path, tensors, about=None):
         entries[name] = Entry(DTYPES[tensor.dtype], tuple(tensor.shape), len(data), len(data) + len(content))
         data += content
     with opened(path.parent) as folder:
-        return write(path, folder, entries, memoryview(data), about or {})
+        parts = {key: memoryview(data)[entry.start : entry.stop] for key, entry in entries.items()}
+        return write(path, folder, entries, parts, about or {})
 
 
 def some_tensors():

@@ -1,11 +1,13 @@
 """What a run measures: FLOPs by the formula, and a file that loses no earlier run."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megalite.config import ModelConfig
+from megalite.errors import SaveError
 from megalite.model.gpt import GPT
 from megalite.model.presets import PRESETS
 from megalite.train.metrics import MetricsFile, flops_per_token, multiplied_weights, peak_flops
@@ -74,3 +76,11 @@ def test_a_run_that_goes_on_keeps_the_lines_of_the_steps_that_are_done(tmp_path)
     third = MetricsFile(path, done=4)  # nothing is superseded
     third.close()
     assert len(lines_of(path)) == 4 and len((tmp_path / "metrics-superseded.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics._file = Path("/dev/full").open("a", buffering=1)
+    with pytest.raises(SaveError, match=r"metrics\.jsonl: No space left on device"):
+        metrics.write({"step": 1})
+    metrics.close()
