@@ -8,7 +8,8 @@ and checks a CRC-32 of everything besides. The contenders take turns in the same
 
     save            begin and commit, the files written in between by the rank itself     dcp.save
     load            restored into tensors that are there                                  dcp.load
-    blocking        begin, and commit once the thread is done: what training waits for    of our save
+    blocking        begin, settle after a forward and backward of 0.1 s, and commit once the thread is done: what
+                    training waits for, of our save
     one layer       bytes that a rank reads to have one layer of sixteen
 """
 
@@ -37,6 +38,7 @@ from megalite.parallel.sharding import Block, Shard
 from megalite.testing import run_ranks
 
 LAYERS, COLUMNS, WARM = 16, 1024, 2
+STEP = 0.1  # seconds of forward and backward
 
 
 class Race:
@@ -107,14 +109,19 @@ class Race:
         dist.barrier()
         begin = time.perf_counter()
         self.later.begin(step, self.held, {})
-        copied = time.perf_counter() - begin
+        begun = time.perf_counter() - begin
+        time.sleep(STEP)
+        begin = time.perf_counter()
+        self.later.settle()
+        settled = time.perf_counter() - begin
         while self.later.writing:
             time.sleep(0.01)
         dist.barrier()
         begin = time.perf_counter()
         self.later.commit()
         committed = time.perf_counter() - begin
-        for name, seconds in (("copy", copied), ("commit", committed), ("blocking", copied + committed)):
+        parts = {"begin": begun, "settle": settled, "commit": committed}
+        for name, seconds in (*parts.items(), ("blocking", sum(parts.values()))):
             self.seconds.setdefault(name, []).append(seconds)
 
     def one_layer(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 boxes        boxes of a whole tensor: what a rank holds, and what of that it writes
 held         Held: what a rank holds of one tensor
 tensor_file  tensors in a file of the safetensors format
+checksum     CRC-32, by whatever is fastest
 index        which slices of which tensor lie in which file
 folder       complete checkpoints: named, found, deleted
 saver        copied, written in a thread, committed by all ranks together

@@ -1,8 +1,10 @@
-"""Saver: training waits for a copy to the host's memory; a thread writes it; a later step makes it a checkpoint.
+"""Saver: a thread copies the state and writes it while training goes on; a later step makes it a checkpoint.
 
-    begin    copy ─┐                                   commit
-    step 100       step 101      step 102    …         step 107
-                   └─▶ thread: CRC-32, write, fsync ─▶ │ all wrote: index, COMMITTED, rename
+    step 100   begin                 step 101   settle             step 102  …  step 107   commit
+    thread      └▶ copy to the host's memory ─▶ │ CRC-32, write, fsync ──────────────────▶ │ index, COMMITTED, rename
+    training       forward and backward         optimizer's step: the state changes
+
+The state changes where the optimizer steps, and nowhere else: the copy has a forward and a backward to be made in.
 
 Two phases, so that a checkpoint is whole or is not there: every rank writes its file, and only when all have does rank
 0 collect what they wrote and give the folder its name. What fails on one rank is known to all at the same commit.
@@ -43,6 +45,7 @@ class Saver:
     asynchronous: in a thread, while training goes on
 
         saver.begin(step, held, state)          # on all ranks
+        saver.settle()                          # before what is held changes
         if no rank has saver.writing:           # at the end of a step, agreed on by all ranks
             saver.commit()                      # on all ranks
     """
@@ -51,6 +54,7 @@ class Saver:
         self.root, self.world, self.asynchronous = root, world or Axis(), asynchronous
         self._buffer = torch.empty(0, dtype=torch.uint8)  # stays from one save to the next
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
         self._step: int | None = None
         self._error = ""
         self._part = Index({}, {})
@@ -68,7 +72,7 @@ class Saver:
 
     @torch.no_grad()
     def begin(self, step: int, held: Iterable[Held], state: Mapping[str, Any]) -> None:
-        """Copy what this rank is to write, and begin to write it; nothing of `held` is needed afterwards.
+        """Begin to copy and to write what this rank is to; until `settle`, nothing of `held` may change.
 
         state: of rank 0, the plain numbers, as JSON takes them; "step" is added. Errors of writing come with `commit`.
         ValueError where a save has been begun and not committed.
@@ -80,6 +84,7 @@ class Saver:
         path = temporary(self.root, step) / f"rank-{self.world.rank:05d}.safetensors"
         slices = _slices(list(held))
         size = sum(values.nbytes for _, _, values in slices)
+        self._copied.set()  # until there is something to copy
         if self._is_full(path, size):
             return
         entries: dict[str, Entry] = {}
@@ -87,15 +92,26 @@ class Saver:
         for each, box, values in slices:
             start, end = end, end + values.nbytes
             entries[_key(each.name, box)] = Entry(DTYPES[values.dtype], box.shape, start, end)
-        data = self._copied(entries, [values for _, _, values in slices])
+        tensors = [values for _, _, values in slices]
         wholes = [(each.name, each.shard.shape, box) for each, box, _ in slices]
-        if self.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(path, entries, data, wholes), name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(path, entries, data, wholes)
+        self._copied.clear()
+        if not self.asynchronous:
+            self._write(path, entries, tensors, wholes)
+            return
+        stream = torch.cuda.Stream() if any(x.is_cuda for x in tensors) else None
+        if stream is not None:  # beside the computing that follows, after what has been asked for
+            stream.wait_stream(torch.cuda.current_stream())
+        work = path, entries, tensors, wholes, stream
+        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint")
+        self._thread.start()
 
-    def _copied(self, entries: Mapping[str, Entry], values: list[torch.Tensor]) -> dict[str, memoryview]:
+    def settle(self) -> None:
+        """Before what is held changes: wait until it is copied."""
+        if self.pending:
+            self._copied.wait()
+
+    @torch.no_grad()
+    def _copy(self, entries: Mapping[str, Entry], values: list[torch.Tensor]) -> dict[str, memoryview]:
         """The bytes of each entry in the host's memory; where nothing goes on meanwhile, those of the tensor itself."""
         copied = [self.asynchronous or x.is_cuda or not x.is_contiguous() for x in values]
         size = sum(x.nbytes for x, copy in zip(values, copied, strict=True) if copy)
@@ -112,7 +128,7 @@ class Saver:
                 place = x.view(-1).view(torch.uint8)
             data[key] = place.numpy().data
         if pinned:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         return data
 
     def commit(self) -> Path:
@@ -151,10 +167,26 @@ class Saver:
         self._attempt(path, look, size)
         return bool(self._error)
 
-    def _write(self, path: Path, entries: dict[str, Entry], data: dict[str, memoryview], wholes: list[Whole]) -> None:
+    def _write(
+        self,
+        path: Path,
+        entries: dict[str, Entry],
+        values: list[torch.Tensor],
+        wholes: list[Whole],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """What the thread does."""
-        size = max((entry.stop for entry in entries.values()), default=0)
-        self._attempt(path, lambda: self._write_file(path, entries, data, wholes), size)
+
+        def copy_and_write() -> None:
+            with torch.cuda.stream(stream):
+                data = self._copy(entries, values)
+            self._copied.set()
+            self._write_file(path, entries, data, wholes)
+
+        try:
+            self._attempt(path, copy_and_write, sum(entry.stop - entry.start for entry in entries.values()))
+        finally:
+            self._copied.set()
 
     def _write_file(
         self, path: Path, entries: dict[str, Entry], data: dict[str, memoryview], wholes: list[Whole]

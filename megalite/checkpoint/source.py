@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint import index
 from megalite.checkpoint.boxes import Box, Place, whole
+from megalite.checkpoint.checksum import crc32
 from megalite.checkpoint.folder import Checkpoint, opened
 from megalite.checkpoint.held import DTYPES, Held
 from megalite.checkpoint.index import Slice
@@ -132,7 +132,7 @@ class Source:
             raise CheckpointError(f"{path}: {name}: {each.key} is not there, or of another shape or dtype")
         file.read_into(each.key, content := data.numpy().data)
         self.bytes_read += len(content)
-        if zlib.crc32(content) != each.crc32:
+        if crc32(content) != each.crc32:
             raise CheckpointError(f"{path}: {name}: {each.key} is damaged: its CRC-32 is not the one that was written")
 
     def _file(self, name: str) -> TensorFile:

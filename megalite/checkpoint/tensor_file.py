@@ -17,7 +17,6 @@ import math
 import os
 import stat
 import threading
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megalite.checkpoint import checksum
 from megalite.errors import CheckpointError, PathRefused
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -62,7 +62,7 @@ def write(
     """
     header = header_of(entries, about)
     crc32: dict[str, int] = {}
-    sums = threading.Thread(target=lambda: crc32.update((key, zlib.crc32(data[key])) for key in entries))
+    sums = threading.Thread(target=lambda: crc32.update((key, checksum.crc32(data[key])) for key in entries))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path.name, flags, 0o666, dir_fd=folder)  # the umask takes its part
     sums.start()  # checksums while the disk works
@@ -80,7 +80,7 @@ def write(
     finally:
         sums.join()
         os.close(file)
-    return Written(len(header) + sum(map(len, data.values())), zlib.crc32(header), crc32)
+    return Written(len(header) + sum(map(len, data.values())), checksum.crc32(header), crc32)
 
 
 def write_all(file: int, data: memoryview) -> None:
@@ -163,7 +163,7 @@ class TensorFile:
             )
         text = bytearray(claimed)
         self._fill(memoryview(text), 8, "the header")
-        if crc32 is not None and zlib.crc32(text, zlib.crc32(length)) != crc32:
+        if crc32 is not None and checksum.crc32(text, checksum.crc32(length)) != crc32:
             raise CheckpointError(f"{self.path}: its header is not the one that was written")
         described = parsed(text, self.path)
         described.pop("__metadata__", None)

@@ -72,6 +72,7 @@ class Checkpoints:
         self.root = self.run / CHECKPOINTS
         self.saver = Saver(self.root, self.world, asynchronous=config.checkpoint.asynchronous)
         self._waited = 0.0  # seconds, for the save that was begun
+        step.optimizer.register_step_pre_hook(self._settle)
         self.control = Control(self.world, step.pipelined.device, heard)
 
     # --- at the beginning -----------------------------------------------------------------------------------------
@@ -211,6 +212,11 @@ class Checkpoints:
         if asked.stop and not last:
             kept = f"saved in {self.root / folder.name_of(done)}" if settings.at_end else "not saved"
             raise Preempted(f"asked to leave after step {done}: {kept}; start it again to go on")
+
+    def _settle(self, *_: Any) -> None:
+        begin = time.perf_counter()
+        self.saver.settle()
+        self._waited += time.perf_counter() - begin
 
     def _commit(self) -> None:
         begin = time.perf_counter()
