@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megalite.data import TokenWriter
+from megalite.launch.cli import main
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -166,13 +167,16 @@ def test_sigusr1_saves_and_the_run_goes_on(folder, started):
 # --- every end leaves a status --------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_done_says_so_and_a_bad_setting_afterwards_too(folder, started):
-    process = started("-m", "megalite", "train", "tiny.toml")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+def test_a_run_that_is_done_says_so_and_a_bad_setting_afterwards_too(folder, monkeypatch):
+    def code(*overrides):
+        with pytest.raises(SystemExit) as left:
+            main(["train", "tiny.toml", *overrides])
+        return left.value.code
+
+    monkeypatch.chdir(folder)
+    assert code() == 0
     assert ended(folder) == {"code": 0, "rank": None, "step": 6, "attempt": 0, "message": "done", "retryable": False}
-    process = started("-m", "megalite", "train", "tiny.toml", "train.global_batch=5", "mesh.dp=2")
-    assert process.wait(60) == 78
+    assert code("train.global_batch=5", "mesh.dp=2") == 78
     assert ended(folder)["code"] == 78 and "train.global_batch" in ended(folder)["message"]
 
 
@@ -197,8 +201,9 @@ def test_ranks_that_differ_are_76_before_anything(folder, started):
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on(folder, started):
-    code, _, err = torchrun(started, "kill", "checkpoint.every=1", step=4, restarts=1)
+    code, out, err = torchrun(started, "kill", "checkpoint.every=1", step=4, restarts=1)
     assert code == 0, err
+    assert "mesh dp 1 × pp 1 × sp 1 × tp 2 on " in out
     lines = said(err)
     assert len(lines) == 1 and lines[0].startswith("megalite: error: rank 1 of 2 does not answer: it was ended"), err
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
@@ -207,7 +212,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(folder, started):
 
 def test_a_rank_that_sleeps_is_named_by_step_place_and_collective(folder, started):
     start = time.monotonic()
-    _, _, err = torchrun(started, "sleep", "run.timeout=10")
+    _, _, err = torchrun(started, "sleep", "run.timeout=6")
     lines = said(err)
     assert len(lines) == 1, err
     assert lines[0].startswith("megalite: error: rank 1 of 2 hangs, in step 3 in __main__:")
