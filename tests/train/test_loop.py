@@ -2,8 +2,9 @@
 
 import json
 import math
-import time
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,10 +26,13 @@ from megalite.data import TokenWriter
 from megalite.errors import ConfigError, DataError
 from megalite.model.block import Block
 from megalite.model.presets import PRESETS
+from megalite.parallel.pipeline.clock import Clock
 from megalite.parallel.pipeline.saved import load as saved_step
 from megalite.plan.measured_division import advice
 from megalite.testing import run_ranks
+from megalite.train import loop
 from megalite.train.loop import open_data, pretrain
+from megalite.train.metrics import peak_flops
 
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "mfu"}
 MEMORY = {"memory", "memory_predicted"}  # of the second step
@@ -55,10 +59,16 @@ def config(tmp_path):
     )
 
 
-def run(config, tmp_path, name, dp=1, **mesh):
+def sooner(config, device):
+    """`pretrain`, which looks for the peak of FLOPS, that no number but `mfu` depends on, no longer than a product."""
+    with patch.object(loop, "peak_flops", partial(peak_flops, seconds=1e-3)):
+        pretrain(config, device)
+
+
+def run(config, tmp_path, name, dp=1, *, train=sooner, **mesh):
     folder = tmp_path / name
     config = resolve(check(replace(config, mesh=MeshConfig(dp, **mesh), run=RunConfig(str(folder)))))
-    run_ranks(pretrain, config.mesh.size, config, torch.device("cpu"))
+    run_ranks(train, config.mesh.size, config, torch.device("cpu"))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -70,7 +80,7 @@ def same(lines, others, **bounds):
 
 
 def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
-    lines = run(config, tmp_path, "run", dp=2)
+    lines = run(config, tmp_path, "run", dp=2, train=pretrain)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         validated = line["step"] in (5, 10, STEPS)
@@ -153,25 +163,24 @@ def test_what_a_pipeline_leaves_and_says(config, tmp_path, capsys):
 
 
 def test_a_better_division_is_said_at_the_end(config, tmp_path, capsys):
-    """Layers that sleep take no core from one another, and there are enough cores for one rank."""
+    """By a clock on which forwards of layers take 10 ms and nothing else any; there are enough cores for one rank."""
 
     def train(config):
-        def sleeping(*given, **more):
-            time.sleep(0.01)
+        def counted(*given, **more):
+            nonlocal now
+            now += 0.01
             return forward(*given, **more)
 
-        forward, Block.forward = Block.forward, sleeping
-        try:
+        now, forward = 0.0, Block.forward
+        with patch.object(Block, "forward", counted), patch.object(Clock, "mark", lambda clock: now):
             pretrain(config, torch.device("cpu"), local_ranks=1)
-        finally:
-            Block.forward = forward
 
     config = replace(config, model=replace(config.model, layers=4), train=replace(config.train, steps=3))
     for division, line in (
         ((1, 3), "by the times measured, mesh.division=[2, 2] would make the pipeline "),
         ((2, 2), ""),
     ):
-        mesh, folder = MeshConfig(1, 2, microbatches=4, division=division), tmp_path / "run"
+        mesh, folder = MeshConfig(1, 2, microbatches=4, division=division), tmp_path / str(division)
         run_ranks(train, 2, resolve(check(replace(config, mesh=mesh, run=RunConfig(str(folder))))))
         shown = capsys.readouterr().out
         assert line in shown and ("by the times measured" in shown) == bool(line)
