@@ -7,6 +7,7 @@
     toml     is a config that loads
     text     is shown, not pasted
 
+README.md runs at every change, and so do pages without whole runs of megalite; the others with the tests marked `full`.
 One line is replaced: `make test` would run these tests again, so make is asked what it would do.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from megalite.config_file import load
 from megalite.model.presets import PRESETS
@@ -28,6 +30,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 FOLDERS = ["configs", "docs", "examples", "megalite"]
 FILES = ["LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml"]
 LONG = ("make", "torchrun")
+WHOLE_RUNS = ("megalite train", "megalite verify")
 REPLACED = {"make test": "make -n test"}
 
 
@@ -93,7 +96,27 @@ def run_python(block: Block, folder: Path, names: dict[str, object]) -> None:
     exec(compile(source, block.page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not block.long for block in blocks(page))])
+def at_every_change(page: str) -> bool:
+    lines = [line for block in blocks(page) if block.language == "bash" for line in block.text.splitlines()]
+    return page == "README.md" or not any(line.startswith(WHOLE_RUNS) for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def _same_dtype():
+    """A page may set the default dtype, and its blocks are executed in this process."""
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if at_every_change(page) else pytest.mark.full)
+        for page in PAGES
+        if any(not block.long for block in blocks(page))
+    ],
+)
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(clone(tmp_path))
     run_page([block for block in blocks(page) if not block.long], tmp_path)
