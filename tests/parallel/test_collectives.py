@@ -275,8 +275,19 @@ def test_the_ring_forgets_the_oldest_and_goes_on_counting():
 
 
 @ALL
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_compile_takes_it_whole_and_bytes_still_count(arrow):
+    same_compiled(arrow)
+
+
+@pytest.mark.full
+@ALL
+@pytest.mark.ranks(2, 4)
+def test_compile_takes_it_whole_on_other_ranks(arrow):
+    same_compiled(arrow)
+
+
+def same_compiled(arrow):
     axis = tp()
 
     def layer(x):

@@ -73,7 +73,9 @@ def test_embedding(words):
     def make(axis):
         return VocabParallelEmbedding(words, SIZE, axis)
 
-    assert_matches_dense(make, nn.Embedding(words, SIZE), tokens, ranks=(1, 2, 3, 4, 8), bound=1e-14)
+    assert_matches_dense(
+        make, nn.Embedding(words, SIZE), tokens, ranks=(1, 2, 3, 4, 8) if words == 5 else (3, 4), bound=1e-14
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -177,11 +179,15 @@ def test_cross_entropy():
         assert torch.equal(local.detach(), kept), case  # the caller's logits are left alone
 
 
-@pytest.mark.parametrize("words", [10, 11, 1001])
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_without_a_vocabulary_the_cut_is_the_callers(words):
+def test_without_a_vocabulary_the_cut_is_the_callers():
     """As torch.tensor_split cuts: the first ranks hold one word more, and nobody holds padding."""
     axis = tp()
+    for words in (10, 11, 1001):
+        cut_as_torch_does(axis, words)
+
+
+def cut_as_torch_does(axis, words):
     whole, targets = draw(TOKENS, words).requires_grad_(), ids(words, TOKENS)
     local = whole.detach().tensor_split(axis.size, -1)[axis.rank].clone().requires_grad_()
     actual, expected = vocab_parallel_cross_entropy(local, targets, axis), F.cross_entropy(whole, targets)

@@ -58,18 +58,22 @@ WAYS = [
 ]
 
 
+DTYPES = [
+    (torch.float32, "float32"),
+    (torch.float16, "bfloat16"),
+    (torch.bfloat16, "float32"),
+    (torch.float64, "float32"),
+]
+# by default each way with one of the first two dtypes
+CASES = [
+    pytest.param(way, *dtypes, marks=[pytest.mark.full] * (i % 2 != j))
+    for i, way in enumerate(WAYS)
+    for j, dtypes in enumerate(DTYPES)
+]
+
+
 @pytest.mark.combination(optimizer="adamw offloaded")
-@pytest.mark.parametrize(
-    ("dtype", "state_dtype"),
-    [
-        (torch.float32, "float32"),
-        (torch.float16, "bfloat16"),
-        pytest.param(torch.bfloat16, "float32", marks=pytest.mark.full),
-        pytest.param(torch.float64, "float32", marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("way", "dtype", "state_dtype"), CASES, ids=str)
 def test_the_numbers_are_bitwise_those_beside_the_weights(way, dtype, state_dtype):
     """Flat float32 slices are normed in another order than whole parameters: those are compared without clipping."""
     case = Case("llama tied", heads=4, layers=4, batch=4)
