@@ -40,19 +40,32 @@ from megalite.train.step import TrainStep
 STEPS, CPU = 9, torch.device("cpu")
 
 
-@pytest.fixture
-def config(tmp_path):
-    with TokenWriter(tmp_path / "tokens", 97, 4) as writer:
+def made(folder):
+    """A config of a run in a folder, and its tokens there."""
+    with TokenWriter(folder / "tokens", 97, 4) as writer:
         writer.write(np.random.default_rng(0).integers(97, size=2000))
     return Config(
         ModelConfig(**{**PRESETS["llama-tiny"], "vocab_size": 97, "tied": True}),
         MeshConfig(dp=1),
-        DataConfig((str(tmp_path / "tokens"),), validation=0.1),
+        DataConfig((str(folder / "tokens"),), validation=0.1),
         TrainConfig(steps=STEPS, global_batch=8, seq_len=32, validation_batches=1, dtype="float64"),
         OptimizerConfig(lr=1e-2, warmup=2),
         CheckpointConfig(every=4, asynchronous=False),  # so that it is known when one is complete
-        RunConfig(str(tmp_path / "run")),
+        RunConfig(str(folder / "run")),
     )
+
+
+@pytest.fixture
+def config(tmp_path):
+    return made(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The config of a run that is done, for tests that leave it as it is."""
+    config = on(made(tmp_path_factory.mktemp("done")))
+    train(config)
+    return config
 
 
 def on(config, folder=None, checkpoint=None, train=None, **mesh):
@@ -247,13 +260,11 @@ def test_no_usable_checkpoint_is_an_error_on_every_rank(config, ranks):
     ],
     ids=["seed", "layers", "optimizer", "data", "dtype", "nowhere"],
 )
-def test_what_would_be_another_run_is_refused(config, change, error, message):
-    config = on(config)
-    train(config)
-    before = losses(config)
+def test_what_would_be_another_run_is_refused(done, change, error, message):
+    before = losses(done)
     with pytest.raises(RanksFailed, match=f"{error.__name__}: .*{message}"):
-        train(resolve(check(change(config))))
-    assert losses(config) == before
+        train(resolve(check(change(done))))
+    assert losses(done) == before
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])

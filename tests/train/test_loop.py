@@ -103,49 +103,60 @@ def test_a_line_a_step_with_the_keys_of_the_design(config, tmp_path, capsys):
 
 @pytest.mark.parametrize(("dp", "sp", "tp"), [(1, 1, 1), (2, 1, 2), (1, 3, 1)])
 def test_the_same_numbers_twice(config, tmp_path, dp, sp, tp):
+    config = replace(config, train=replace(config.train, steps=6))
     first, second = (run(config, tmp_path, name, dp, sp=sp, tp=tp, layout="striped") for name in ("first", "second"))
     for name in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
         assert [line.get(name) for line in first] == [line.get(name) for line in second]  # to the last bit
 
 
 def test_the_same_numbers_on_another_mesh(config, tmp_path):
+    config = replace(config, train=replace(config.train, steps=6))
     alone = run(config, tmp_path, "alone")
     meshes = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2 tp2": {"dp": 2, "tp": 2, "sequence_parallel": False}}
     for name, mesh in meshes.items():
         same(run(config, tmp_path, name, **mesh), alone, loss=1e-5, val_loss=1e-5, grad_norm=1e-4)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_the_same_numbers_with_the_sequence_cut(config, tmp_path, separate):
+CUTS = {
+    "ring": {"sp": 4, "ulysses": 1},
+    "ulysses": {"sp": 2, "layout": "contiguous"},
+    "both": {"sp": 4, "layout": "striped", "keep_kv": True},
+    "all": {"dp": 2, "sp": 2, "tp": 2, "ulysses": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("separate", "meshes"), [(True, CUTS), (False, ["both"]), pytest.param(False, CUTS, marks=pytest.mark.full)]
+)
+def test_the_same_numbers_with_the_sequence_cut(config, tmp_path, separate, meshes):
     """Of llama-tiny's 6 heads and 2 kv heads: a window and documents, over rings, ulysses and both."""
     data = replace(config.data, separate_documents=separate)
-    train = replace(config.train, seq_len=24, dtype="float64", steps=4, validate_every=2)
+    train = replace(config.train, seq_len=24, dtype="float64", steps=3, validate_every=2)
     config = replace(config, data=data, train=train, model=replace(config.model, window=11 * separate))
     alone = run(config, tmp_path, "alone")
-    meshes = {
-        "ring": {"sp": 4, "ulysses": 1},
-        "ulysses": {"sp": 2, "layout": "contiguous"},
-        "both": {"sp": 4, "layout": "striped", "keep_kv": True},
-        "all": {"dp": 2, "sp": 2, "tp": 2, "ulysses": 1},
-    }
-    for name, mesh in meshes.items():
-        same(run(config, tmp_path, name, **mesh), alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
+    for name in meshes:
+        lines = run(config, tmp_path, name, **CUTS[name])
+        same(lines, alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_same_numbers_through_a_pipeline(config, tmp_path, tied):
+PIPELINES = {
+    "pp2": {"pp": 2},
+    "pp3 interleaved": {"pp": 3, "schedule": "interleaved-1f1b", "microbatches": 8},
+    "dp2 pp2 zb-v": {"dp": 2, "pp": 2, "schedule": "zb-v"},
+    "pp2 sp2 tp2 zb-h1": {"pp": 2, "sp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 4, "division": (1, 3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("tied", "meshes"), [(True, PIPELINES), (False, ["pp2"]), pytest.param(False, PIPELINES, marks=pytest.mark.full)]
+)
+def test_the_same_numbers_through_a_pipeline(config, tmp_path, tied, meshes):
     """With validation; each of these has another schedule, and all axes are in one."""
-    train = replace(config.train, seq_len=24, dtype="float64", steps=4, validate_every=2)
+    train = replace(config.train, seq_len=24, dtype="float64", steps=3, validate_every=2)
     config = replace(config, train=train, model=replace(config.model, tied=tied, layers=4))
     alone = run(config, tmp_path, "alone")
-    meshes = {
-        "pp2": {"pp": 2},
-        "pp3 interleaved": {"pp": 3, "schedule": "interleaved-1f1b", "microbatches": 8},
-        "dp2 pp2 zb-v": {"dp": 2, "pp": 2, "schedule": "zb-v"},
-        "pp2 sp2 tp2 zb-h1": {"pp": 2, "sp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 4, "division": (1, 3)},
-    }
-    for name, mesh in meshes.items():
-        lines = run(config, tmp_path, name, **mesh)
+    for name in meshes:
+        lines = run(config, tmp_path, name, **PIPELINES[name])
         for line in lines:
             assert 0 <= line.pop("bubble") < 1 and 0 <= line.pop("bubble_predicted") < 1
         same(lines, alone, tokens=0, loss=1e-12, val_loss=1e-12, grad_norm=1e-11)
