@@ -216,7 +216,7 @@ def test_a_world_needs_a_rank():
         run_ranks(dist.get_rank, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL])
 def test_no_process_outlives_the_parent(tmp_path, number):
     # A script without `if __name__ == "__main__"`, whose ranks are busy when it is ended.
     script = """
