@@ -232,7 +232,7 @@ RAISED = "PipelineError: rank 1, stage 1, 1F2: KeyError: 'no such layer'"
 @pytest.mark.parametrize(
     ("torchrun", "fault"),
     [
-        pytest.param(False, "raise", id="run_local, raises"),
+        pytest.param(False, "raise", id="run_local, raises", marks=pytest.mark.full),
         pytest.param(False, "die", id="run_local, dies"),
         pytest.param(True, "raise", id="torchrun, raises"),
         pytest.param(True, "die", id="torchrun, dies", marks=pytest.mark.full),
