@@ -171,10 +171,18 @@ def test_tokens_are_counted_over_dp_and_sp():
         assert step(tokens, targets).tokens == expected
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (Way(dp=2, sp=2, tp=2), Way(sp=8)),
+        pytest.param((Way(dp=2, sp=4), Way(sp=4, tp=2), Way(dp=4, tp=2)), marks=pytest.mark.full),
+    ],
+    ids=["few", "others"],
+)
 @pytest.mark.ranks(8)
-def test_gradients_travel_once_over_dp_and_sp():
+def test_gradients_travel_once_over_dp_and_sp(ways):
     """2 (d − 1) / d of the weights, on the axis of all ranks that hold the same; the scalars are gathered."""
-    for way in (Way(dp=2, sp=4), Way(dp=2, sp=2, tp=2), Way(sp=8), Way(sp=4, tp=2), Way(dp=4, tp=2)):
+    for way in ways:
         mesh = way.mesh()
         step, tokens, targets = made(mesh, Case("gpt2", heads=4, length=16), micro_batch=1)
         traffic.reset()
