@@ -7,7 +7,7 @@
     toml     is a config that loads
     text     is shown, not pasted
 
-README.md runs at every change, and so do pages without whole runs of megalite; the others with the tests marked `full`.
+README.md runs at every change, and so do pages without WHOLE_RUNS; the others with the tests marked `full`.
 One line is replaced: `make test` would run these tests again, so make is asked what it would do.
 """
 
@@ -30,7 +30,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 FOLDERS = ["configs", "docs", "examples", "megalite"]
 FILES = ["LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml"]
 LONG = ("make", "torchrun")
-WHOLE_RUNS = ("megalite train", "megalite verify")
+WHOLE_RUNS = ("megalite train", "megalite verify", "pytest")
 REPLACED = {"make test": "make -n test"}
 
 
