@@ -212,7 +212,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(folder, started):
 
 def test_a_rank_that_sleeps_is_named_by_step_place_and_collective(folder, started):
     start = time.monotonic()
-    _, _, err = torchrun(started, "sleep", "run.timeout=6")
+    _, _, err = torchrun(started, "sleep", "run.timeout=10")
     lines = said(err)
     assert len(lines) == 1, err
     assert lines[0].startswith("megalite: error: rank 1 of 2 hangs, in step 3 in __main__:")
