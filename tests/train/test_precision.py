@@ -352,10 +352,13 @@ def fifty_of_float32(case):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("style", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_50_steps_follow_those_of_float32(style, dtype):
+@pytest.mark.parametrize(
+    ("style", "stages"),
+    [("llama", (2,)), *(pytest.param(*more, marks=pytest.mark.full) for more in (("llama", (1,)), ("gpt2", (1, 2))))],
+    ids=str,
+)
+def test_50_steps_follow_those_of_float32(style, stages, dtype):
     case = Case(style, length=24)
-    stages = (2,) if style == "llama" else (1, 2)
     exact = fifty_of_float32(case)
     half = run_ranks(losses, 1, case, HALF[dtype], Way(), 50)[0]
     divided = [run_ranks(losses, 2, case, HALF[dtype], Way(dp=2), 50, zero)[0] for zero in stages]
