@@ -79,16 +79,16 @@ def descendants(pid):
 
 
 def kill(process, everything, number):
-    """SIGKILL to one rank, or to all processes of the run, as where the machine is lost."""
-    if everything:
-        os.killpg(process.pid, signal.SIGKILL)
-        return True
-    ranks = descendants(process.pid)[1]
-    if not ranks:
-        return False
+    """SIGKILL to one rank, or to all processes of the run, as where the machine is lost; whether there was any."""
+    ranks = [pid for generation in descendants(process.pid)[1:2] for pid in generation]
     with suppress(ProcessLookupError):
-        os.kill(ranks[number % len(ranks)], signal.SIGKILL)
-    return True
+        if everything and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            return True
+        if ranks:
+            os.kill(ranks[number % len(ranks)], signal.SIGKILL)
+            return True
+    return False
 
 
 def steps_done(run):
