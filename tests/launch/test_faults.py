@@ -180,6 +180,7 @@ def test_a_run_that_is_done_says_so_and_a_bad_setting_afterwards_too(folder, mon
     assert ended(folder)["code"] == 78 and "train.global_batch" in ended(folder)["message"]
 
 
+@pytest.mark.full
 def test_a_diverged_run_is_79_and_not_tried_again(folder, started):
     _, _, err = torchrun(started, "none", "optimizer.lr=1e30", "optimizer.warmup=0", restarts=1)
     found = ended(folder)
@@ -210,6 +211,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(folder, started):
     assert (ended(folder)["code"], ended(folder)["attempt"]) == (0, 1)
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_is_named_by_step_place_and_collective(folder, started):
     start = time.monotonic()
     _, _, err = torchrun(started, "sleep", "run.timeout=10")

@@ -1,5 +1,6 @@
 """What a run measures: FLOPs by the formula, and a file that loses no earlier run."""
 
+import io
 import json
 from pathlib import Path
 
@@ -78,9 +79,10 @@ def test_a_run_that_goes_on_keeps_the_lines_of_the_steps_that_are_done(tmp_path)
     assert len(lines_of(path)) == 4 and len((tmp_path / "metrics-superseded.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path):
+def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics._file = Path("/dev/full").open("a", buffering=1)
-    with pytest.raises(SaveError, match=r"metrics\.jsonl: No space left on device"):
-        metrics.write({"step": 1})
-    metrics.close()
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        monkeypatch.setattr(metrics, "_file", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(SaveError, match=r"metrics\.jsonl: No space left on device"):
+            metrics.write({"step": 1})
+        metrics.close()
