@@ -134,7 +134,11 @@ class Checkpoints:
         error = next(filter(None, exchanged(error, self.world)), "")
         if checkpoint is None or error:
             raise CheckpointError(error)
-        self._compare(path, checkpoint.state)
+        try:
+            self._compare(path, checkpoint.state)
+            int(checkpoint.state["tokens"])
+        except (KeyError, TypeError, ValueError, AttributeError) as missing:
+            raise CheckpointError(f"{path / folder.STATE}: not what a run of megalite keeps: {missing!r}") from None
         restore(self.step, checkpoint)
         return checkpoint.state
 
@@ -228,7 +232,10 @@ class Checkpoints:
             self._tell(f"no checkpoint: {error}")
             return
         if self.world.rank == 0 and self.config.checkpoint.keep:
-            folder.retain(self.root, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+            try:
+                folder.retain(self.root, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+            except OSError as error:
+                self.say(f"older checkpoints stay: {error}")
         waited = self._waited + time.perf_counter() - begin
         self._tell(f"checkpoint {path}; training waited {waited:.2f} s for it")
 

@@ -1,6 +1,7 @@
 """Runs that end early and go on: the same numbers as those of a run that never ended."""
 
 import errno
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -278,3 +279,16 @@ def test_where_nothing_can_be_written(config, on_error, asynchronous, capsys):
         with pytest.raises(RanksFailed, match=r"SaveError: .*cannot be written"):
             train(config, full=1)
     assert kept(config) == []
+
+
+def test_a_state_that_no_run_has_kept_is_told_in_one_line(config):
+    config = on(config)
+    train(config)
+    for path in (Path(config.run.dir) / "checkpoints").iterdir():
+        state = json.loads((path / "state.json").read_text())
+        del state["config"]["train"]
+        (path / "state.json").write_text(json.dumps(state))
+        sums = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in ("index.json", "state.json")}
+        (path / "COMMITTED").write_text(json.dumps(sums, indent=1) + "\n")
+    with pytest.raises(RanksFailed, match=r"CheckpointError: .*state.json: not what a run of megalite keeps: KeyError"):
+        train(config)
