@@ -32,7 +32,7 @@ from megalite.checkpoint.index import File, Index, Slice, Tensor, joined
 from megalite.checkpoint.tensor_file import Entry, write
 from megalite.errors import SaveError
 from megalite.parallel.mesh import Axis
-from megalite.parallel.words import exchanged
+from megalite.parallel.words import first_of
 
 Whole = tuple[str, tuple[int, ...], Box]  # of a slice: its tensor's name and shape, and where it lies in it
 
@@ -225,7 +225,7 @@ class Saver:
 
     def _agree(self) -> None:
         """SaveError on all ranks where one of them has an error."""
-        if error := next(filter(None, exchanged(self._error, self.world)), ""):
+        if error := first_of(self._error, self.world):
             raise SaveError(error)
 
     def _gather(self, text: bytes) -> list[bytes]:

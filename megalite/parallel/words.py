@@ -23,3 +23,8 @@ def exchanged(text: str, axis: Axis) -> list[str]:
 def said(text: str, axis: Axis) -> str:
     """What the first rank of the axis says."""
     return exchanged(text if axis.rank == 0 else "", axis)[0]
+
+
+def first_of(text: str, axis: Axis) -> str:
+    """The text of the first rank that has one, "" where none has: an error on one rank is then one on all."""
+    return next(filter(None, exchanged(text, axis)), "")

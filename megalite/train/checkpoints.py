@@ -28,7 +28,7 @@ from megalite.data import TokenFile
 from megalite.data.ledger import FOLDER as SAMPLES
 from megalite.data.ledger import begin_attempt
 from megalite.errors import CheckpointError, ConfigError, DataError, Preempted, SaveError
-from megalite.parallel.words import exchanged, said
+from megalite.parallel.words import first_of, said
 from megalite.train.control import Control, Heard, Saving
 from megalite.train.state import held, numbers, restore
 from megalite.train.step import TrainStep
@@ -131,7 +131,7 @@ class Checkpoints:
             checkpoint = folder.read(path)
         except CheckpointError as caught:
             error = str(caught)
-        error = next(filter(None, exchanged(error, self.world)), "")
+        error = first_of(error, self.world)
         if checkpoint is None or error:
             raise CheckpointError(error)
         try:

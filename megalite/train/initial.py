@@ -8,7 +8,7 @@ from megalite.checkpoint.hf_folder import HuggingFaceFolder
 from megalite.checkpoint.source import load
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.model.hf import FromHuggingFace
-from megalite.parallel.words import exchanged
+from megalite.parallel.words import first_of
 from megalite.parallel.zero import ShardedParameters
 from megalite.train.state import WEIGHTS, held
 from megalite.train.step import TrainStep
@@ -30,8 +30,7 @@ def initialise(step: TrainStep, folder: str) -> int:
         read = there.bytes_read
     except MegaliteError as caught:
         error = caught
-    first = next(filter(None, exchanged(str(error or ""), step.mesh.world)), "")
-    if first:
+    if first := first_of(str(error or ""), step.mesh.world):
         raise error or CheckpointError(first)
     if isinstance(step.buckets, ShardedParameters):
         step.buckets.publish()

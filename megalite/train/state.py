@@ -22,7 +22,7 @@ from megalite.checkpoint.source import Source, load
 from megalite.errors import CheckpointError
 from megalite.parallel.in_flight import issue_all_reduce
 from megalite.parallel.mesh import Axis
-from megalite.parallel.words import exchanged
+from megalite.parallel.words import first_of
 from megalite.parallel.zero import ShardedParameters
 from megalite.train.optimizer import MuonAndAdamW, begin_state
 from megalite.train.step import TrainStep
@@ -112,7 +112,7 @@ def restore(step: TrainStep, checkpoint: Checkpoint) -> int:
     except CheckpointError as caught:
         error = str(caught)
     world = step.mesh.world
-    if error := next(filter(None, exchanged(error, world)), ""):
+    if error := first_of(error, world):
         raise CheckpointError(error)
     _check_all_taken(mine, checkpoint, world, step.pipelined.device)
     if isinstance(step.buckets, ShardedParameters):
